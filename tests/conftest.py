@@ -1,0 +1,84 @@
+"""Shared fixtures: tiny random targets (Llama and Qwen3 type) with a byte-level tokenizer, built once a session."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+SPECIAL_TOKENS = ["<|pad|>", "<|start|>", "<|end|>", "<|mask|>"]
+COMMON = dict(
+    vocab_size=272,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    initializer_range=0.2,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of 4 special tokens and the 256 bytes: no file, no training."""
+    vocab = {token: i for i, token in enumerate(SPECIAL_TOKENS)}
+    for byte in sorted(pre_tokenizers.ByteLevel.alphabet()):
+        vocab[byte] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|pad|>", bos_token="<|start|>", eos_token="<|end|>"
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def save_target(model, folder: Path) -> Path:
+    model.generation_config.eos_token_id = 2
+    model.generation_config.pad_token_id = 0
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _two_threads():
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory) -> Path:
+    """Tiny random Llama with a tied head."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**COMMON, tie_word_embeddings=True))
+    return save_target(model, tmp_path_factory.mktemp("targets") / "llama")
+
+
+@pytest.fixture(scope="session")
+def qwen3_folder(tmp_path_factory) -> Path:
+    """Tiny random Qwen3 with an untied head and a head dim that isn't hidden_size / heads."""
+    torch.manual_seed(1)
+    model = Qwen3ForCausalLM(Qwen3Config(**COMMON, head_dim=16, tie_word_embeddings=False))
+    return save_target(model, tmp_path_factory.mktemp("targets") / "qwen3")
+
+
+@pytest.fixture(scope="session", params=["llama", "qwen3"])
+def target_folder(request) -> Path:
+    """Each tiny target in turn."""
+    return request.getfixturevalue(f"{request.param}_folder")
