@@ -1,0 +1,151 @@
+"""Lossless decoding, and the parity of the training forward with the decoding forward (spec.md 5.1, 5.6)."""
+
+import pytest
+import torch
+from helpers import load_tiny, make_drafter
+
+from dflash_lightning.blocks import build_blocks
+from dflash_lightning.decoding import DrafterCache, draft, greedy_decode, speculative_decode
+from dflash_lightning.errors import ConfigError
+from dflash_lightning.visibility import dense_mask
+
+
+def naive_greedy(target, prompt, count):
+    """Full forward for every token, no cache."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(target(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@torch.no_grad()
+def test_training_forward_equals_decoding_forward(target_folder):
+    target = load_tiny(target_folder)
+    drafter = make_drafter(target, scale=5.0)
+    torch.manual_seed(3)
+    length, block_size = 40, drafter.config.block_size
+    input_ids = torch.randint(4, 272, (2, length))
+    features = torch.randn(2, length, drafter.config.feature_size)
+    loss_mask = torch.ones_like(input_ids)
+    document_ids = torch.zeros_like(input_ids)
+    anchors = torch.tensor([[1, 7, 8, 20, 38], [3, 4, 5, 30, 0]])
+    valid = torch.tensor([[True] * 5, [True] * 4 + [False]])
+    blocks = build_blocks(
+        input_ids=input_ids,
+        loss_mask=loss_mask,
+        document_ids=document_ids,
+        anchors=anchors,
+        valid=valid,
+        block_size=block_size,
+        mask_token_id=drafter.config.mask_token_id,
+    )
+    positions = torch.arange(length).expand(2, -1)
+    hidden = drafter(
+        target.get_input_embeddings()(blocks.input_ids.flatten(1)),
+        blocks.positions.flatten(1),
+        drafter.context_key_values(features, positions),
+        dense_mask(blocks.layout),
+    )
+    logits = target.get_output_embeddings()(hidden).view(2, 5, block_size, -1)
+    for row, column in zip(*torch.nonzero(valid, as_tuple=True), strict=True):
+        anchor = int(anchors[row, column])
+        cache = DrafterCache(drafter)
+        # The context arrives in two pieces, as it does from round to round.
+        cache.extend(features[row : row + 1, : anchor // 2])
+        context = cache.extend(features[row : row + 1, anchor // 2 : anchor])
+        decoded = draft(target, drafter, context, int(input_ids[row, anchor]))
+        torch.testing.assert_close(decoded, logits[row, column, 1:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("block_size", [2, 4, 7])
+@pytest.mark.parametrize("prompt_length", [1, 2, 33])
+def test_speculative_text_equals_plain_greedy(target_folder, block_size, prompt_length):
+    target = load_tiny(target_folder)
+    drafter = make_drafter(target, block_size=block_size, scale=3.0)
+    prompt = torch.randint(4, 272, (prompt_length,), generator=torch.Generator().manual_seed(7)).tolist()
+    expected = naive_greedy(target, prompt, 21)
+    assert greedy_decode(target, prompt, max_new_tokens=21, stop_ids=()).token_ids == expected
+    seen = []
+    result = speculative_decode(
+        target, drafter, prompt, max_new_tokens=21, stop_ids=(), keep_features=True, on_commit=seen.extend
+    )
+    assert result.token_ids == expected == seen
+    assert 1 + sum(result.committed) == 21
+    assert all(1 <= n <= block_size for n in result.committed)
+    full = target(torch.tensor([prompt + expected]), output_hidden_states=True).hidden_states
+    features = torch.cat([full[i + 1][0] for i in drafter.config.target_layer_ids], dim=-1)
+    length = len(result.features)
+    assert length == prompt_length + 20
+    torch.testing.assert_close(result.features, features[:length], rtol=1e-4, atol=1e-4)
+
+
+class PerfectDrafter(torch.nn.Module):
+    """Knows the text: proposes the target's own continuation, wrong at chosen positions."""
+
+    def __init__(self, drafter, target, prompt_length, text, wrong=()):
+        super().__init__()
+        self.config, self.context_key_values = drafter.config, drafter.context_key_values
+        self.text, self.prompt_length, self.wrong = text, prompt_length, wrong
+        # Rows of the pseudo-inverse would do; a head solved by least squares maps exactly for V > H only in argmax.
+        self.head = target.get_output_embeddings().weight
+
+    def forward(self, embeddings, positions, context, mask=None):
+        hidden = torch.zeros(1, positions.shape[1], self.head.shape[1])
+        for slot, position in enumerate(positions[0].tolist()):
+            index = position - self.prompt_length
+            token = self.text[index] if index < len(self.text) else 5
+            if index in self.wrong:
+                token = (token + 1) % 200 + 4
+            hidden[0, slot] = self.head[token] / self.head[token].norm() ** 2 * 1e3
+        return hidden
+
+
+def perfect_setup(folder, **options):
+    target = load_tiny(folder)
+    # Argmax of the head must give back the token that a row stands for: rows of one length.
+    head = target.get_output_embeddings().weight
+    head /= head.norm(dim=1, keepdim=True)
+    prompt = [9, 8, 7, 50, 60]
+    text = naive_greedy(target, prompt, 30)
+    return target, prompt, text, PerfectDrafter(make_drafter(target), target, len(prompt), text, **options)
+
+
+def test_whole_blocks_are_accepted_when_every_proposal_is_right(qwen3_folder):
+    target, prompt, text, drafter = perfect_setup(qwen3_folder)
+    result = speculative_decode(target, drafter, prompt, max_new_tokens=22, stop_ids=())
+    assert result.token_ids == text[:22]
+    assert result.committed == [4, 4, 4, 4, 4, 1]  # the length limit cuts the last block
+
+
+def test_a_wrong_proposal_ends_the_round_with_the_targets_own_token(qwen3_folder):
+    target, prompt, text, drafter = perfect_setup(qwen3_folder, wrong={2, 6})
+    result = speculative_decode(target, drafter, prompt, max_new_tokens=14, stop_ids=())
+    assert result.token_ids == text[:14]
+    # Anchors at 0, 2, 6, 10: slots 1.. of the first block propose 1 (right), 2 (wrong) -> 1 accepted + bonus.
+    assert result.committed == [2, 4, 4, 3]
+
+
+def test_a_stop_token_inside_an_accepted_block_ends_the_text(qwen3_folder):
+    target, prompt, text, drafter = perfect_setup(qwen3_folder)
+    position = next(i for i in range(2, 30) if text[i] not in text[:i] and i % 4 != 0)
+    stop = text[position]
+    result = speculative_decode(target, drafter, prompt, max_new_tokens=30, stop_ids=(stop, 1))
+    assert result.token_ids == text[: position + 1]
+    assert sum(result.committed) == position
+    assert result.token_ids == greedy_decode(target, prompt, max_new_tokens=30, stop_ids=(stop, 1)).token_ids
+
+
+def test_a_first_token_that_stops_needs_no_round(qwen3_folder):
+    target, prompt, text, drafter = perfect_setup(qwen3_folder)
+    result = speculative_decode(target, drafter, prompt, max_new_tokens=30, stop_ids=(text[0],), keep_features=True)
+    assert (result.token_ids, result.committed) == ([text[0]], [])
+    assert len(result.features) == len(prompt)
+
+
+def test_empty_prompt_and_empty_budget_are_refused(llama_folder):
+    target = load_tiny(llama_folder)
+    drafter = make_drafter(target)
+    with pytest.raises(ConfigError, match="no tokens"):
+        speculative_decode(target, drafter, [], max_new_tokens=4, stop_ids=())
+    with pytest.raises(ConfigError, match="max_new_tokens is 0"):
+        greedy_decode(target, [5], max_new_tokens=0, stop_ids=())
