@@ -1,0 +1,104 @@
+"""Load a frozen target, or only its tokenizer or its configuration."""
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from dflash_lightning.errors import TargetError
+from dflash_lightning.target.files import TargetFiles, find_target, loading
+
+ARCHITECTURE_FACTS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "rms_norm_eps",
+    "vocab_size",
+    "rope_parameters",
+    "max_position_embeddings",
+    "initializer_range",
+)
+
+
+def load_target(name: str, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
+    """Load a target for inference: SDPA attention, evaluation mode, no gradients.
+
+    Args:
+        name: A transformers folder, a hub name, or the path of a `.gguf` file (dequantised to `dtype`: packed
+            weights would be unpacked at every matmul).
+        dtype: Data type of the weights.
+        device: Where the model goes.
+
+    Raises:
+        TargetError: The files are missing, or their architecture isn't supported.
+    """
+    files = find_target(name)
+    unpacked = {} if files.gguf is None else {"quantization_config": GgufConfig(dequantize=True)}
+    with loading("weights", files):
+        model = AutoModelForCausalLM.from_pretrained(
+            **files.pretrained, dtype=dtype, attn_implementation="sdpa", **unpacked
+        )
+    return model.eval().requires_grad_(False).to(device)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load a target's tokenizer. Raises `TargetError` if there is none."""
+    return tokenizer_of(find_target(name))
+
+
+def load_generation_config(name: str) -> GenerationConfig:
+    """Read a target's generation defaults (its stop ids) without its weights.
+
+    A target that ships none gets what follows from its configuration, as transformers does.
+    """
+    files = find_target(name)
+    if (files.folder / "generation_config.json").is_file() and files.gguf is None:
+        with loading("generation configuration", files):
+            return GenerationConfig.from_pretrained(str(files.folder))
+    return GenerationConfig.from_model_config(config_of(files))
+
+
+def target_text_config(name: str) -> PreTrainedConfig:
+    """Read the configuration of a target's language model, without its weights.
+
+    The drafter copies the target's width, heads and rotary embedding, so every field in `ARCHITECTURE_FACTS` is
+    present in what is returned; head counts that a configuration leaves out are filled in.
+
+    Raises:
+        TargetError: The configuration can't be read, or leaves out a fact that can't be derived.
+    """
+    files = find_target(name)
+    config = config_of(files).get_text_config()
+    if getattr(config, "num_key_value_heads", None) is None:
+        config.num_key_value_heads = getattr(config, "num_attention_heads", None)
+    if getattr(config, "head_dim", None) is None and getattr(config, "num_attention_heads", None):
+        config.head_dim = config.hidden_size // config.num_attention_heads
+    missing = [fact for fact in ARCHITECTURE_FACTS if getattr(config, fact, None) is None]
+    if missing:
+        raise TargetError(
+            f"Target {files.name!r}: its configuration (model type {config.model_type!r}) has no {', '.join(missing)}. "
+            "Expected a decoder with RMSNorm and rotary embeddings, such as Llama or Qwen3."
+        )
+    return config
+
+
+def config_of(files: TargetFiles) -> PreTrainedConfig:
+    """The whole configuration of a target that was found, vision and audio parts included."""
+    with loading("configuration", files):
+        return AutoConfig.from_pretrained(**files.pretrained)
+
+
+def tokenizer_of(files: TargetFiles) -> PreTrainedTokenizerBase:
+    """The tokenizer of a target that was found."""
+    with loading("tokenizer", files):
+        return AutoTokenizer.from_pretrained(**files.pretrained)
