@@ -1,0 +1,27 @@
+"""The feature cache: what the target computed, once, on disk, for every epoch of training.
+
+A cache is a folder of shards, each one Zarr v3 group with one writer; `docs/cache-format.md` describes it byte by byte.
+Producers call `create_or_join` and `CacheWriter.write_shard`; training reads through `FeatureCache`. Nothing here knows
+of drafters, of Lightning or of the program that ran the target.
+"""
+
+from dflash_lightning.cache.describe import describe
+from dflash_lightning.cache.manifest import CacheManifest, TargetIdentity
+from dflash_lightning.cache.reader import FeatureCache
+from dflash_lightning.cache.samples import Sample, SampleError, count_anchor_candidates
+from dflash_lightning.cache.verify import Fault, verify
+from dflash_lightning.cache.writer import CacheWriter, create_or_join
+
+__all__ = [
+    "CacheManifest",
+    "CacheWriter",
+    "Fault",
+    "FeatureCache",
+    "Sample",
+    "SampleError",
+    "TargetIdentity",
+    "count_anchor_candidates",
+    "create_or_join",
+    "describe",
+    "verify",
+]

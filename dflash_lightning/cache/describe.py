@@ -1,0 +1,41 @@
+"""A cache at a glance."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from dflash_lightning.cache.manifest import CacheManifest
+from dflash_lightning.cache.shards import ShardMarker
+
+
+def describe(path: str | Path) -> dict:
+    """Sum up a cache, finished or not, from its manifest and markers. The answer can be written as JSON.
+
+    Returns:
+        path, complete, shards_committed, shards_planned, samples, samples_planned, tokens, bytes (on disk),
+        bytes_per_token (None without a token), uncompressed_bytes_per_token (of the features), and every field of the
+        manifest but `shard_samples`.
+
+    Raises:
+        CacheError: no cache there, or its manifest or a marker is damaged.
+    """
+    cache = Path(path)
+    manifest = CacheManifest.load(cache)
+    found = (ShardMarker.load(cache, shard) for shard in range(manifest.num_shards))
+    markers = [marker for marker in found if marker is not None]
+    tokens = sum(marker.rows for marker in markers)
+    num_bytes = sum(marker.num_bytes for marker in markers)
+    identity = {field: value for field, value in asdict(manifest).items() if field != "shard_samples"}
+    return {
+        "path": str(cache),
+        "complete": len(markers) == manifest.num_shards,
+        "shards_committed": len(markers),
+        "shards_planned": manifest.num_shards,
+        "samples": sum(marker.samples for marker in markers),
+        "samples_planned": sum(manifest.shard_samples),
+        "tokens": tokens,
+        "bytes": num_bytes,
+        "bytes_per_token": num_bytes / tokens if tokens else None,
+        "uncompressed_bytes_per_token": 2 * manifest.feature_width,
+        **identity,
+        "target_layer_ids": list(manifest.target_layer_ids),
+    }

@@ -1,0 +1,177 @@
+"""The manifest: the target, layers, data and generation that a cache belongs to, and how its samples form shards."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dflash_lightning.cache.files import (
+    TEMPORARY_PREFIX,
+    dump_record,
+    parse_record,
+    sync_folder,
+    temporary_until_renamed,
+    write_synced,
+)
+from dflash_lightning.errors import CacheError
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+FEATURE_DTYPE = "bfloat16"
+LAYER_CONVENTION = "0-based decoder layer outputs: layer i is hidden_states[i + 1] of transformers"
+NOT_SET = "nothing"
+
+
+@dataclass(frozen=True)
+class TargetIdentity:
+    """What makes a target the same target: weights, tokenizer and chat template. Name and revision are for people."""
+
+    name: str
+    revision: str
+    weights_sha256: str
+    tokenizer_sha256: str
+    chat_template_sha256: str
+
+    def fits(self, other: "TargetIdentity") -> bool:
+        """Whether both are one model, whatever folder or name it was loaded from."""
+        return (self.weights_sha256, self.tokenizer_sha256, self.chat_template_sha256) == (
+            other.weights_sha256,
+            other.tokenizer_sha256,
+            other.chat_template_sha256,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheManifest:
+    """Identity, schema and plan of a cache, fixed before the first sample is written.
+
+    Attributes:
+        target: the model whose hidden states are stored.
+        target_layer_ids: tapped decoder layers, K of them, 0-based, in the order of concatenation
+            (see `layer_convention`).
+        hidden_size: H; a feature row has K * H values.
+        generation: how the answers were made (mode, thinking, max_new_tokens, ...); any JSON object.
+        dataset_sha256: fingerprint of the samples that the plan was made from.
+        max_length: tokens at which samples were cut, or None.
+        code_version: version of the code that planned the cache.
+        shard_samples: number of samples in each planned shard. It follows from the data set alone, never from the
+            number of writers, so that every run plans the same files.
+
+    Raises:
+        CacheError: no sample is planned, or a field has a value that this version can't read or write.
+    """
+
+    format_version: int = FORMAT_VERSION
+    target: TargetIdentity
+    target_layer_ids: tuple[int, ...]
+    layer_convention: str = LAYER_CONVENTION
+    hidden_size: int
+    feature_dtype: str = FEATURE_DTYPE
+    generation: dict
+    dataset_sha256: str
+    max_length: int | None
+    code_version: str
+    shard_samples: tuple[int, ...]
+
+    def __post_init__(self):
+        object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
+        object.__setattr__(self, "shard_samples", tuple(self.shard_samples))
+        object.__setattr__(self, "generation", json.loads(json.dumps(self.generation)))
+        if self.format_version != FORMAT_VERSION:
+            raise CacheError(f"the cache has format version {self.format_version}; this version reads {FORMAT_VERSION}")
+        if self.feature_dtype != FEATURE_DTYPE or self.layer_convention != LAYER_CONVENTION:
+            raise CacheError(
+                f"feature_dtype {self.feature_dtype!r} and layer_convention {self.layer_convention!r} found; "
+                f"expected {FEATURE_DTYPE!r} and {LAYER_CONVENTION!r}"
+            )
+        if not self.target_layer_ids or self.hidden_size < 1:
+            raise CacheError(
+                f"a cache needs at least one layer and a positive hidden size; target_layer_ids is "
+                f"{list(self.target_layer_ids)}, hidden_size {self.hidden_size}"
+            )
+        if not self.shard_samples or min(self.shard_samples) < 1:
+            raise CacheError(
+                f"a cache needs at least one sample, and no empty shard; planned: {_show('shard_samples', self)}"
+            )
+
+    @property
+    def feature_width(self) -> int:
+        """Values in one feature row: K * H."""
+        return len(self.target_layer_ids) * self.hidden_size
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.shard_samples)
+
+    def save(self, path: str | Path) -> None:
+        """Write `manifest.json` into the cache folder `path`, replacing an older one in one step."""
+        self._write(Path(path), os.replace)
+
+    def create(self, path: str | Path) -> bool:
+        """Write `manifest.json` into the folder `path` unless there is one; of several processes exactly one succeeds.
+
+        Returns:
+            Whether this call wrote it. After either answer a whole manifest is there.
+        """
+        try:
+            self._write(Path(path), os.link)
+        except FileExistsError:
+            return False
+        return True
+
+    def _write(self, folder: Path, publish) -> None:
+        data = dump_record(asdict(self))
+        temporary = folder / f"{TEMPORARY_PREFIX}{MANIFEST}-{os.uname().nodename}-{os.getpid()}"
+        with temporary_until_renamed(folder, len(data), removed=temporary):
+            write_synced(temporary, data)
+            publish(temporary, folder / MANIFEST)
+            sync_folder(folder)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "CacheManifest":
+        """Read the manifest of the cache folder `path`.
+
+        Raises:
+            CacheError: there is none, it is damaged, or another format version wrote it.
+        """
+        file = Path(path) / MANIFEST
+        try:
+            data = file.read_bytes()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CacheError(f"{path} is not a feature cache: it has no {MANIFEST}") from error
+        try:
+            fields = parse_record(data)
+            # The version decides the fields, so it is judged before them.
+            if fields.get("format_version") == FORMAT_VERSION:
+                fields["target"] = TargetIdentity(**fields["target"])
+                return cls(**fields)
+        except (CacheError, TypeError, KeyError) as error:
+            raise CacheError(f"{file} is damaged: {error}") from error
+        found = fields.get("format_version")
+        raise CacheError(f"{file} has format version {found}; this version reads {FORMAT_VERSION}")
+
+    def differences(self, other: "CacheManifest") -> list[str]:
+        """Each field in which the cache (self) and a run (other) differ: "field: cache has X, this run has Y"."""
+        mine, theirs = _flat(self), _flat(other)
+        return [
+            f"{field}: cache has {_show(field, self)}, this run has {_show(field, other)}"
+            for field in {**mine, **theirs}
+            if mine.get(field, NOT_SET) != theirs.get(field, NOT_SET)
+        ]
+
+
+def _flat(manifest: CacheManifest) -> dict:
+    """All fields, with those of the target and of `generation` as "target.name" and so on."""
+    flat = {}
+    for field, value in asdict(manifest).items():
+        flat |= {f"{field}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {field: value}
+    return flat
+
+
+def _show(field: str, manifest: CacheManifest) -> str:
+    if field == "shard_samples":
+        sizes = manifest.shard_samples
+        shown = ", ".join(map(str, sizes[:8])) + (", ..." if len(sizes) > 8 else "")
+        return f"{sum(sizes)} samples in {len(sizes)} shards ({shown})"
+    value = _flat(manifest).get(field, NOT_SET)
+    return str(list(value)) if isinstance(value, tuple) else str(value)

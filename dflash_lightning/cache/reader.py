@@ -1,0 +1,184 @@
+"""Reading a cache: an index of all samples in memory, features from disk one sample at a time."""
+
+import os
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+import zarr
+
+from dflash_lightning.cache.arrays import FEATURES, FILL_VALUES, data_object, metadata_object, open_array
+from dflash_lightning.cache.manifest import CacheManifest, TargetIdentity
+from dflash_lightning.cache.samples import Sample
+from dflash_lightning.cache.shards import ShardMarker, damaged, object_fault, shard_folder
+from dflash_lightning.errors import CacheError
+
+# A bound on memory: an open shard holds its token ids and mask (5 bytes a token); to open one takes milliseconds.
+MAX_OPEN_SHARDS = 256
+
+
+@dataclass(frozen=True)
+class _OpenShard:
+    features: zarr.Array
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+
+
+class FeatureCache:
+    """A read-only view of the committed shards, safe to hand to data workers (fork, forkserver, spawn).
+
+    Opening reads the manifest, the commit markers and the small per-shard index; shards open on first use, anew in
+    each process. Before an object is first used its presence and size are checked against the marker, since Zarr would
+    read a missing one as fill values without a word. Values are checked by CRC as they are read.
+
+    Args:
+        path: the cache folder.
+        require_complete: refuse a cache whose capture isn't finished. If False, only the committed samples are there.
+
+    Attributes:
+        path: the cache folder.
+        manifest: target, layers, generation and plan.
+        complete: whether every planned shard is committed.
+        sample_ids: list of str, one a sample; the order is the plan's.
+        lengths: [samples] int64, tokens in each sample.
+        anchor_candidates: [samples] int32, places for a training block in each sample (`count_anchor_candidates`).
+        num_tokens: tokens in all.
+        num_bytes: bytes of the shards on disk.
+
+    Raises:
+        CacheError: no cache there, another format, incomplete or empty, or an index object is missing or damaged.
+    """
+
+    def __init__(self, path: str | Path, *, require_complete: bool = True):
+        self.path = Path(path)
+        self.manifest = CacheManifest.load(self.path)
+        planned = self.manifest.num_shards
+        found = (ShardMarker.load(self.path, shard) for shard in range(planned))
+        self._markers = {marker.shard: marker for marker in found if marker is not None}
+        self.complete = len(self._markers) == planned
+        if (require_complete and not self.complete) or not self._markers:
+            raise CacheError(
+                f"{self.path}: {len(self._markers)} of {planned} shards are committed; finish it with the same capture "
+                "command"
+            )
+        self.num_bytes = sum(marker.num_bytes for marker in self._markers.values())
+        self._open_shards: OrderedDict[int, _OpenShard] = OrderedDict()
+        self._process = os.getpid()
+        self._read_index()
+
+    def _read_index(self) -> None:
+        self.sample_ids: list[str] = []
+        starts, lengths, candidates, shards = [], [], [], []
+        for shard, marker in self._markers.items():
+            offsets = self._read_whole(shard, "offsets")
+            names = self._read_whole(shard, "sample_ids").tobytes()
+            bounds = self._read_whole(shard, "sample_id_offsets").tolist()
+            self.sample_ids += [names[a:b].decode() for a, b in pairwise(bounds)]
+            starts.append(offsets[:-1])
+            lengths.append(np.diff(offsets))
+            candidates.append(self._read_whole(shard, "anchor_candidates"))
+            shards.append(np.full(marker.samples, shard, dtype=np.int32))
+        self._starts = np.concatenate(starts)
+        self._shards = np.concatenate(shards)
+        self.lengths = np.concatenate(lengths)
+        self.anchor_candidates = np.concatenate(candidates)
+        self.num_tokens = int(self.lengths.sum())
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_open_shards": OrderedDict()}
+
+    def read(self, index: int) -> Sample:
+        """Read one sample: one contiguous slice of its shard, into memory that belongs to the caller.
+
+        Raises:
+            IndexError: no such sample.
+            CacheError: an object is missing, truncated or damaged; the message names shard and object.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of a cache with {len(self)} samples")
+        shard, start = int(self._shards[index]), int(self._starts[index])
+        rows = slice(start, start + int(self.lengths[index]))
+        opened = self._opened(shard)
+        features = self._values(shard, FEATURES, opened.features, rows)
+        return Sample(
+            sample_id=self.sample_ids[index],
+            input_ids=opened.input_ids[rows].copy(),
+            loss_mask=opened.loss_mask[rows].copy(),
+            features=torch.from_numpy(features).view(torch.bfloat16),
+        )
+
+    def check_compatible(
+        self, target_identity: TargetIdentity | None, target_layer_ids: tuple[int, ...], hidden_size: int
+    ) -> None:
+        """Refuse a drafter that this cache can't train.
+
+        Args:
+            target_identity: the drafter's target, or None if it isn't known. One model under another name or revision
+                is the same target.
+            target_layer_ids: the layers that the drafter taps, in its order.
+            hidden_size: H of the drafter's target.
+
+        Raises:
+            CacheError: lists every differing field with both values.
+        """
+        wanted = {"target_layer_ids": list(target_layer_ids), "hidden_size": hidden_size}
+        stored = {
+            "target_layer_ids": list(self.manifest.target_layer_ids),
+            "hidden_size": self.manifest.hidden_size,
+        }
+        if target_identity is not None and not self.manifest.target.fits(target_identity):
+            wanted |= {f"target.{field}": value for field, value in vars(target_identity).items()}
+            stored |= {f"target.{field}": value for field, value in vars(self.manifest.target).items()}
+        differences = [
+            f"{field}: cache has {stored[field]}, this run has {wanted[field]}"
+            for field in wanted
+            if stored[field] != wanted[field]
+        ]
+        if differences:
+            raise CacheError(
+                f"the cache {self.path} doesn't fit this drafter:\n  "
+                + "\n  ".join(differences)
+                + "\nUse the target and the layers that the cache was made with, or capture a new cache."
+            )
+
+    def _opened(self, shard: int) -> _OpenShard:
+        if self._process != os.getpid():
+            self._open_shards.clear()
+            self._process = os.getpid()
+        if shard not in self._open_shards:
+            self._open_shards[shard] = _OpenShard(
+                features=self._open(shard, FEATURES),
+                input_ids=self._read_whole(shard, "input_ids"),
+                loss_mask=self._read_whole(shard, "loss_mask"),
+            )
+            if len(self._open_shards) > MAX_OPEN_SHARDS:
+                self._open_shards.popitem(last=False)
+        self._open_shards.move_to_end(shard)
+        return self._open_shards[shard]
+
+    def _open(self, shard: int, name: str) -> zarr.Array:
+        # Zarr keeps no checksum of its metadata; they are small, so their digest is checked here.
+        for stored, digest in ((metadata_object(name), True), (data_object(name), False)):
+            fault = object_fault(self.path, self._markers[shard], stored, digest)
+            if fault:
+                raise damaged(self.path, shard, stored, fault)
+        return open_array(shard_folder(self.path, shard), name)
+
+    def _read_whole(self, shard: int, name: str) -> np.ndarray:
+        return self._values(shard, name, self._open(shard, name), slice(None))
+
+    def _values(self, shard: int, name: str, array: zarr.Array, rows: slice) -> np.ndarray:
+        try:
+            values = array[rows]
+        except ValueError as error:
+            raise damaged(self.path, shard, data_object(name), f"its content is damaged ({error})") from error
+        # The object may have vanished since its size was checked.
+        if values.flat[0] == FILL_VALUES[name]:
+            raise damaged(self.path, shard, data_object(name), "it was removed or emptied after the cache was opened")
+        return values
