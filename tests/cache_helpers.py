@@ -77,11 +77,11 @@ def capture_killed_at(path: Path, step: int) -> None:
 
 
 def capture_slowly(path: Path, rank: int, world: int) -> None:
-    """Capture with a disk that takes 5 ms for each fsync: about 0.2 s a shard."""
+    """Capture with a disk that takes 2 ms for each fsync: about 0.2 s a shard."""
     fsync = os.fsync
 
     def slow(descriptor):
-        time.sleep(0.005)
+        time.sleep(0.002)
         fsync(descriptor)
 
     os.fsync = slow

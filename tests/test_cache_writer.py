@@ -105,11 +105,16 @@ def test_killed_at_random_moments_with_changing_writer_counts(tmp_path, referenc
     folder = tmp_path / "cache"
     moments = random.Random(0)
     committed = set()
+
+    def unfinished() -> set:
+        return set(folder.glob("shards/.tmp-*"))
+
     for world in (1, 3, 2, 1, 4):
+        left_before = unfinished()
         processes = [start(capture_slowly, folder, rank, world) for rank in range(world)]
-        while not list(folder.glob("shards/.tmp-*")) and any(process.is_alive() for process in processes):
+        while unfinished() <= left_before and any(process.is_alive() for process in processes):
             time.sleep(0.002)
-        time.sleep(moments.uniform(0.0, 0.3))
+        time.sleep(moments.uniform(0.0, 0.25))
         for process in processes:
             process.kill()
         finish(*processes)
