@@ -1,0 +1,165 @@
+"""Capture: run the target once over the prepared texts and store its context features.
+
+Shards and batches are planned from the data set alone. Each process takes every n-th shard, so that any number of
+processes, in any number of runs, writes the same cache; they never talk to each other.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from dflash_lightning import __version__
+from dflash_lightning.cache import CacheManifest, Sample, create_or_join
+from dflash_lightning.config import DrafterSettings
+from dflash_lightning.distributed import launched_place
+from dflash_lightning.errors import ConfigError, DataError
+from dflash_lightning.features import compute_features
+from dflash_lightning.prepare import PreparedSample, load_data
+from dflash_lightning.progress import Progress
+from dflash_lightning.target import load_target, target_identity, target_text_config
+
+
+def plan_shards(samples: Sequence[PreparedSample], shard_tokens: int) -> list[range]:
+    """Cut the samples, in order, into runs of at least ``shard_tokens`` tokens (the last may be shorter)."""
+    shards, start, tokens = [], 0, 0
+    for index, sample in enumerate(samples):
+        tokens += len(sample.input_ids)
+        if tokens >= shard_tokens:
+            shards.append(range(start, index + 1))
+            start, tokens = index + 1, 0
+    if start < len(samples):
+        shards.append(range(start, len(samples)))
+    return shards
+
+
+def plan_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Group indices by length, so that no batch holds more than ``batch_tokens`` tokens, padding included.
+
+    A longer sample makes a batch of its own.
+    """
+    batches: list[list[int]] = []
+    for index in np.argsort(lengths, kind="stable").tolist():
+        if not batches or (len(batches[-1]) + 1) * lengths[index] > batch_tokens:
+            batches.append([])
+        batches[-1].append(index)
+    return batches
+
+
+def capture_samples(
+    target: PreTrainedModel, samples: Sequence[PreparedSample], layer_ids: Sequence[int], batch_tokens: int
+) -> Iterator[tuple[int, Sample]]:
+    """Features of each sample, batch by batch: pairs of index and finished sample, in no particular order.
+
+    Rows are padded on the right and cut back, so that a sample's features don't depend on its neighbours.
+    """
+    pad = target.config.get_text_config().eos_token_id or 0
+    pad = pad[0] if isinstance(pad, list) else pad
+    for batch in plan_batches([len(sample.input_ids) for sample in samples], batch_tokens):
+        length = max(len(samples[i].input_ids) for i in batch)
+        input_ids = torch.full((len(batch), length), pad)
+        attention_mask = torch.zeros(len(batch), length, dtype=torch.long)
+        for row, i in enumerate(batch):
+            tokens = len(samples[i].input_ids)
+            input_ids[row, :tokens] = torch.tensor(samples[i].input_ids)
+            attention_mask[row, :tokens] = 1
+        features = compute_features(
+            target, input_ids.to(target.device), attention_mask.to(target.device), layer_ids
+        ).to("cpu", torch.bfloat16)
+        for row, i in enumerate(batch):
+            sample = samples[i]
+            yield (
+                i,
+                Sample(
+                    sample_id=sample.id,
+                    input_ids=np.array(sample.input_ids, dtype=np.int32),
+                    loss_mask=np.array(sample.loss_mask, dtype=np.uint8),
+                    features=features[row, : len(sample.input_ids)],
+                ),
+            )
+
+
+def capture(
+    target: str,
+    data: Path,
+    cache: Path,
+    limit: int | None = None,
+    target_layer_ids: list[int] | None = None,
+    num_tapped_layers: int = 5,
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    device: str = "auto",
+    batch_tokens: int = 4096,
+    shard_tokens: int = 32768,
+    num_threads: int | None = None,
+) -> None:
+    """Store the target's context features of prepared texts in a feature cache.
+
+    Run it in one process, or in many under torchrun or srun on a shared path. It can be killed at any moment; the same
+    command goes on where it stopped, with any number of processes.
+
+    Args:
+        target: folder, hub name or .gguf file of the target.
+        data: folder that `prepare` wrote.
+        cache: folder of the feature cache; made if missing.
+        limit: take only so many samples.
+        target_layer_ids: layers to tap, 0-based. Default: spread evenly over the target.
+        num_tapped_layers: how many layers to tap when target_layer_ids is left out.
+        dtype: what the target computes in. Features are stored as bfloat16.
+        device: where the target runs; auto takes this process's GPU if there is one.
+        batch_tokens: tokens of a forward, padding included.
+        shard_tokens: tokens of a shard, the unit that is redone after an interruption.
+        num_threads: CPU threads of each process. Default: torch's own choice.
+
+    Raises:
+        DataError, TargetError, CacheError, ConfigError: each says what was found, what was expected and what to do.
+    """
+    for name, value in (("batch_tokens", batch_tokens), ("shard_tokens", shard_tokens)):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; expected at least 1.")
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    place = launched_place()
+    identity = target_identity(target)
+    text_config = target_text_config(target)
+    layer_ids = DrafterSettings(
+        num_layers=1,
+        target_layer_ids=target_layer_ids,
+        num_tapped_layers=None if target_layer_ids else num_tapped_layers,
+    ).resolve_target_layer_ids(text_config.num_hidden_layers)
+    info, samples = load_data(data)
+    if not info.target.fits(identity):
+        raise DataError(
+            f"{data} was prepared with target {info.target.name}, which isn't {target}: the answers of one target don't "
+            "teach a drafter for another. Name the same target, or prepare again."
+        )
+    samples = samples[:limit]
+    shards = plan_shards(samples, shard_tokens)
+    manifest = CacheManifest(
+        target=identity,
+        target_layer_ids=layer_ids,
+        hidden_size=text_config.hidden_size,
+        generation=info.generation,
+        dataset_sha256=info.dataset_sha256,
+        max_length=None,
+        code_version=__version__,
+        shard_samples=tuple(map(len, shards)),
+    )
+    writer = create_or_join(cache, manifest, rank=place.rank)
+    mine = [i for i in range(place.rank, len(shards), place.world_size) if not writer.is_committed(i)]
+    if not mine:
+        return
+    if device == "auto":
+        device = f"cuda:{place.local_rank}" if torch.cuda.is_available() else "cpu"
+    model = load_target(target, dtype=getattr(torch, dtype), device=device)
+    total = sum(len(samples[k].input_ids) for i in mine for k in shards[i])
+    with Progress(f"capture (process {place.rank + 1} of {place.world_size})", total, "tokens") as progress:
+        for shard in mine:
+            members = [samples[k] for k in shards[shard]]
+            finished: dict[int, Sample] = {}
+            for index, sample in capture_samples(model, members, layer_ids, batch_tokens):
+                finished[index] = sample
+                progress.advance(len(sample.input_ids))
+            writer.write_shard(shard, [finished[i] for i in range(len(members))])

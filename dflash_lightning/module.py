@@ -1,0 +1,207 @@
+"""The LightningModule: one drafter in training, its frozen tables, its optimizer and its metrics."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+from torch.optim.lr_scheduler import LambdaLR
+
+from dflash_lightning import __version__
+from dflash_lightning.blocks import Blocks, build_blocks, positions_in_document
+from dflash_lightning.config import DrafterConfig, DrafterSettings
+from dflash_lightning.drafter import Drafter
+from dflash_lightning.errors import ConfigError
+from dflash_lightning.losses import LossSettings, SlotResults, score_slots, weighted_loss
+from dflash_lightning.metrics import BlockMetrics
+from dflash_lightning.target import (
+    load_tables,
+    load_tokenizer,
+    resolve_mask_token_id,
+    stop_token_ids,
+    target_identity,
+    target_text_config,
+)
+from dflash_lightning.visibility import attention_mask
+
+CHECKPOINT_KEY = "dflash"
+
+
+class ContextBatch(TypedDict):
+    """A micro-batch as the data module hands it out: R rows, S tokens, N anchors.
+
+    Integers but for the features: DeepSpeed casts every float tensor of a batch to the training precision.
+    """
+
+    features: Tensor
+    """[R, S, K*H] context features."""
+    input_ids: Tensor
+    """[R, S]"""
+    loss_mask: Tensor
+    """[R, S] 1 on response tokens."""
+    document_ids: Tensor
+    """[R, S] -1 on padding."""
+    anchors: Tensor
+    """[R, N] row indices, padded with 0."""
+    valid: Tensor
+    """[R, N] False on padding."""
+    anchors_in_step: Tensor
+    """[] valid anchors of the whole optimizer step, over all ranks and accumulation steps."""
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW with linear warm-up and cosine decay over the trainer's ``max_steps`` (paper appendix A.1)."""
+
+    lr: float = 6e-4
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_ratio: float = 0.04
+    """Share of max_steps in which the learning rate rises."""
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ConfigError(f"lr is {self.lr}; expected a positive number.")
+        if not 0 <= self.warmup_ratio < 1:
+            raise ConfigError(f"warmup_ratio is {self.warmup_ratio}; expected 0 to below 1.")
+
+    def scale(self, step: int, max_steps: int) -> float:
+        """Factor on the peak learning rate at optimizer step ``step`` (0-based)."""
+        warmup = max(1, round(self.warmup_ratio * max_steps))
+        if step < warmup:
+            return (step + 1) / warmup
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, max_steps - warmup)))
+
+
+class DFlashModule(L.LightningModule):
+    """Trains a drafter for a frozen target on cached context features."""
+
+    def __init__(
+        self,
+        target: str,
+        drafter: DrafterSettings | None = None,
+        loss: LossSettings | None = None,
+        optimizer: OptimizerSettings | None = None,
+    ):
+        """
+        Args:
+            target: folder, hub name or .gguf file of the target that wrote the features.
+            drafter: shape of the drafter.
+            loss: weighting of the slots.
+            optimizer: learning rate and schedule.
+
+        Raises:
+            ConfigError, TargetError: where target and settings don't fit.
+        """
+        super().__init__()
+        self.target_name = target
+        self.loss_settings = loss or LossSettings()
+        self.optimizer_settings = optimizer or OptimizerSettings()
+        settings = drafter or DrafterSettings()
+        text_config, tokenizer = target_text_config(target), load_tokenizer(target)
+        mask_token_id = resolve_mask_token_id(
+            settings.mask_token_id,
+            tokenizer,
+            embedding_rows=text_config.vocab_size,
+            stop_ids=stop_token_ids(target, tokenizer),
+        )
+        self.drafter_config = DrafterConfig.from_target(settings, text_config, mask_token_id=mask_token_id)
+        self.target_identity = target_identity(target)
+        self.train_metrics = BlockMetrics(self.drafter_config.block_size)
+        self.val_metrics = BlockMetrics(self.drafter_config.block_size)
+        # Outside the module tree: never in the optimizer, never in a checkpoint, never sharded.
+        self._frozen: dict[str, Tensor] = {}
+
+    def configure_model(self) -> None:
+        # Here rather than in __init__, so that ZeRO-3 can shard the weights as they are made.
+        if not hasattr(self, "drafter"):
+            self.drafter = Drafter(self.drafter_config)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What the drafter computes in, and the frozen tables are kept in."""
+        return torch.bfloat16 if "bf16" in str(self.trainer.precision) else torch.float32
+
+    def on_fit_start(self) -> None:
+        table, head = load_tables(self.target_name, dtype=self.compute_dtype)
+        self._frozen = {"embedding": table.to(self.device)}
+        self._frozen["head"] = self._frozen["embedding"] if head is table else head.to(self.device)
+
+    def _score(self, batch: ContextBatch) -> tuple[SlotResults, Blocks]:
+        blocks = build_blocks(
+            input_ids=batch["input_ids"],
+            loss_mask=batch["loss_mask"],
+            document_ids=batch["document_ids"],
+            anchors=batch["anchors"],
+            valid=batch["valid"],
+            block_size=self.drafter_config.block_size,
+            mask_token_id=self.drafter_config.mask_token_id,
+        )
+        context = self.drafter.context_key_values(
+            batch["features"].to(self.compute_dtype), positions_in_document(batch["document_ids"])
+        )
+        hidden = self.drafter(
+            embedding(blocks.input_ids.flatten(1), self._frozen["embedding"]),
+            blocks.positions.flatten(1),
+            context,
+            attention_mask(blocks.layout),
+        )
+        return score_slots(hidden, self._frozen["head"], blocks), blocks
+
+    def training_step(self, batch: ContextBatch, _batch_index: int) -> dict[str, Tensor]:
+        results, blocks = self._score(batch)
+        loss = weighted_loss(results, self.loss_settings)
+        self.train_metrics.update(results, loss)
+        # Gradients are averaged over ranks and accumulation steps; the objective is a mean over the step's anchors.
+        cuts = self.trainer.world_size * self.trainer.accumulate_grad_batches
+        return {
+            "loss": loss * (cuts / batch["anchors_in_step"].clamp(min=1)),
+            "num_labels": blocks.supervised.sum().detach(),
+        }
+
+    def on_train_batch_end(self, _outputs: Any, _batch: ContextBatch, batch_index: int) -> None:
+        step = self.trainer.global_step
+        ends_step = (batch_index + 1) % self.trainer.accumulate_grad_batches == 0
+        if ends_step and (step == 1 or step % self.trainer.log_every_n_steps == 0):
+            self._log_metrics(self.train_metrics, "train")
+
+    def validation_step(self, batch: ContextBatch, _batch_index: int) -> None:
+        results, _ = self._score(batch)
+        self.val_metrics.update(results, weighted_loss(results, self.loss_settings))
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_metrics(self.val_metrics, "val")
+
+    def _log_metrics(self, metrics: BlockMetrics, prefix: str) -> None:
+        # compute() sums the counts over all ranks: one number, not one rank's.
+        self.log_dict({f"{prefix}/{name}": value for name, value in metrics.compute().items()}, rank_zero_only=False)
+        metrics.reset()
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        max_steps = self.trainer.max_steps
+        if max_steps < 1:
+            raise ConfigError(f"trainer.max_steps is {max_steps}; the learning rate schedule needs a positive number.")
+        settings = self.optimizer_settings
+        optimizer = torch.optim.AdamW(
+            self.drafter.parameters(),
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )
+        schedule = LambdaLR(optimizer, lambda step: settings.scale(step, max_steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """What an export needs besides the weights."""
+        checkpoint[CHECKPOINT_KEY] = {
+            "drafter": self.drafter_config.to_dict(),
+            "target": vars(self.target_identity),
+            "target_path": self.target_name,
+            "code_version": __version__,
+        }
