@@ -18,8 +18,8 @@ from dflash_lightning.config import DrafterSettings
 from dflash_lightning.distributed import launched_place
 from dflash_lightning.errors import ConfigError, DataError
 from dflash_lightning.features import compute_features
-from dflash_lightning.prepare import PreparedSample, load_data
-from dflash_lightning.progress import Progress
+from dflash_lightning.prepared import PreparedSample, load_data
+from dflash_lightning.progress import track
 from dflash_lightning.target import load_target, target_identity, target_text_config
 
 
@@ -132,7 +132,7 @@ def capture(
     info, samples = load_data(data)
     if not info.target.fits(identity):
         raise DataError(
-            f"{data} was prepared with target {info.target.name}, which isn't {target}: the answers of one target don't "
+            f"{data} was prepared with target {info.target.name}, which isn't {target}: one target's answers don't "
             "teach a drafter for another. Name the same target, or prepare again."
         )
     samples = samples[:limit]
@@ -154,12 +154,12 @@ def capture(
     if device == "auto":
         device = f"cuda:{place.local_rank}" if torch.cuda.is_available() else "cpu"
     model = load_target(target, dtype=getattr(torch, dtype), device=device)
-    total = sum(len(samples[k].input_ids) for i in mine for k in shards[i])
-    with Progress(f"capture (process {place.rank + 1} of {place.world_size})", total, "tokens") as progress:
+    process = f"capture, process {place.rank + 1} of {place.world_size}"
+    with track(sum(len(shards[i]) for i in mine), process, "tokens") as progress:
         for shard in mine:
             members = [samples[k] for k in shards[shard]]
             finished: dict[int, Sample] = {}
             for index, sample in capture_samples(model, members, layer_ids, batch_tokens):
                 finished[index] = sample
-                progress.advance(len(sample.input_ids))
+                progress.advance(1, done=len(sample.input_ids))
             writer.write_shard(shard, [finished[i] for i in range(len(members))])

@@ -7,17 +7,19 @@ prompts; it counts the bonus token and not what a stop token or the length limit
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_lightning.blocks import build_blocks, sample_anchors
 from dflash_lightning.decoding import Generation, greedy_decode, speculative_decode
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.losses import score_slots
+from dflash_lightning.prompts import prompt_token_ids, read_prompts
 from dflash_lightning.visibility import attention_mask
 
 BOOTSTRAP_DRAWS = 2000
@@ -35,6 +37,20 @@ class Prompt:
     family: str | None = None
 
 
+def load_prompts(
+    path: str | Path, tokenizer: PreTrainedTokenizerBase, *, limit: int | None = None, thinking: bool | None = None
+) -> list[Prompt]:
+    """Prompts of a JSONL file as the target sees them; a row's ``family`` is kept, an answer isn't needed.
+
+    Raises:
+        DataError: naming file and line.
+    """
+    return [
+        Prompt(row.id, tuple(prompt_token_ids(row, tokenizer, thinking)), row.extra.get("family"))
+        for row in read_prompts(path, limit)
+    ]
+
+
 @dataclass(frozen=True)
 class PromptResult:
     """One prompt, decoded plainly and speculatively.
@@ -44,7 +60,7 @@ class PromptResult:
         accepted_teacher_forced: accepted length of blocks laid at anchors of the same text, without decoding.
         identical: the two texts are equal, token for token.
         tie: they part where the target's logits of both tokens are equal up to rounding; False when identical.
-        new_tokens, seconds: of the speculative run, prefill included; ``plain_*`` of the plain run.
+        token_ids, seconds: new tokens and time of the speculative run, prefill included; ``plain_*`` of the plain run.
     """
 
     prompt: Prompt

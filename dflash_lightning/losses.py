@@ -56,13 +56,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             chunk = slice(start, start + rows)
             label = labels[chunk, None]
             logits = (hidden[chunk] @ head.T).to(dtype)
-            log_norm = logits.logsumexp(dim=-1, keepdim=True)
-            entropy[chunk] = (log_norm - logits.gather(1, label)).squeeze(1)
-            correct[chunk] = logits.argmax(dim=-1) == labels[chunk]
+            largest, best = logits.max(dim=-1, keepdim=True)
+            label_logit = logits.gather(1, label)
+            correct[chunk] = (best == label).squeeze(1)
+            exponentials = logits.sub_(largest).exp_()
+            total = exponentials.sum(dim=-1, keepdim=True)
+            entropy[chunk] = (largest + total.log() - label_logit).squeeze(1)
             if gradient is not None:
-                probabilities = logits.sub_(log_norm).exp_()
-                probabilities.scatter_add_(1, label, probabilities.new_full((), -1).expand_as(label))
-                gradient[chunk] = probabilities.to(hidden.dtype) @ head
+                expected = (exponentials.to(hidden.dtype) @ head).to(dtype) / total
+                gradient[chunk] = expected - head[labels[chunk]]
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(correct)
         return entropy, correct

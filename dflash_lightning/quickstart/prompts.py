@@ -51,7 +51,10 @@ _WRITERS: dict[str, Callable[[random.Random], str]] = dict(
 
 
 def make_prompts(seed: int = 0) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Training and held-out prompts: rows of id, family and prompt. No prompt occurs twice."""
+    """Training and held-out prompts: rows of id, family and prompt. No prompt occurs twice.
+
+    Held-out families take turns, so that the first six rows have one of each.
+    """
     train, held_out = [], []
     for family in FAMILIES:
         rng = random.Random(f"{family}-{seed}")
@@ -61,4 +64,5 @@ def make_prompts(seed: int = 0) -> tuple[list[dict[str, str]], list[dict[str, st
         rows = [{"id": f"{family}-{i:03d}", "family": family, "prompt": p} for i, p in enumerate(prompts)]
         train += rows[:TRAIN_PER_FAMILY]
         held_out += rows[TRAIN_PER_FAMILY:]
+    held_out.sort(key=lambda row: row["id"].split("-")[1])
     return train, held_out

@@ -1,0 +1,6 @@
+"""Lightning callbacks of dflash_lightning."""
+
+from callbacks.acceptance import DecodedAcceptance
+from callbacks.throughput import Throughput
+
+__all__ = ["DecodedAcceptance", "Throughput"]
