@@ -1,0 +1,162 @@
+"""Read a training checkpoint in one process on the CPU, whatever number of processes wrote it.
+
+Checkpoints are pickles: reading one runs whatever code it holds. Only read checkpoints that you trust.
+"""
+
+import contextlib
+import io
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_lightning.cache import TargetIdentity
+from dflash_lightning.config import DrafterConfig
+from dflash_lightning.errors import ExportError
+
+# Lightning's names: the folder of DeepSpeed's shards inside `X.ckpt`, and the file that DeepSpeed writes last.
+SHARDS, LATEST = "checkpoint", "latest"
+WEIGHTS_PREFIX = "drafter."
+# What torch and DeepSpeed raise for files that are cut short, missing, or not theirs.
+UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, pickle.UnpicklingError)
+
+
+@dataclass(frozen=True)
+class TrainingCheckpoint:
+    """A drafter in training, gathered into one place.
+
+    Attributes:
+        path: the checkpoint that was read.
+        config: the drafter's configuration.
+        state_dict: the drafter's weights, float32 on the CPU, named as in `Drafter`.
+        target: identity of the target it was trained for.
+        target_path: how the training run called that target (folder, hub name or `.gguf` file).
+        step: optimizer steps taken.
+        code_version: version of `dflash_lightning` that trained it.
+    """
+
+    path: Path
+    config: DrafterConfig
+    state_dict: dict[str, Tensor]
+    target: TargetIdentity
+    target_path: str
+    step: int
+    code_version: str
+
+
+def is_training_checkpoint(path: str | Path) -> bool:
+    """Whether ``path`` looks like a training checkpoint, complete or not: a file, or a folder of DeepSpeed shards."""
+    path = Path(path)
+    return path.is_file() or (path / LATEST).exists() or (path / SHARDS).is_dir()
+
+
+def read_training_checkpoint(path: str | Path) -> TrainingCheckpoint:
+    """Read a checkpoint that `fit` wrote: a folder of DeepSpeed (any ZeRO stage), or a plain Lightning file.
+
+    The sharded float32 master weights are put together by DeepSpeed's own code. ZeRO stage 0 has none: what is read
+    then are the weights that the model computed with.
+
+    Args:
+        path: `X.ckpt`, as written by Lightning's `ModelCheckpoint`. A pickle: only read what you trust.
+
+    Raises:
+        ExportError: the path doesn't exist, the checkpoint is incomplete or damaged (the message says what is missing),
+            or it was not written by this package.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise ExportError(f"There is no checkpoint at {path}; expected a `.ckpt` folder or file that `fit` wrote.")
+    if path.is_dir():
+        state, weights = _read_folder(path)
+    else:
+        state = _load(path, path)
+        weights = state.get("state_dict", {})
+    return _assemble(path, state, weights)
+
+
+def _assemble(path: Path, state: dict[str, Any], weights: dict[str, Tensor]) -> TrainingCheckpoint:
+    # Here, because Lightning takes seconds to import and an exported drafter is loaded without it.
+    from dflash_lightning.module import CHECKPOINT_KEY
+
+    ours = state.get(CHECKPOINT_KEY)
+    if ours is None:
+        raise ExportError(
+            f"{path} is a checkpoint of something else: it has no {CHECKPOINT_KEY!r} entry, which "
+            "`dflash-lightning fit` writes. Give a checkpoint of a drafter."
+        )
+    return TrainingCheckpoint(
+        path=path,
+        config=DrafterConfig.from_dict(ours["drafter"]),
+        state_dict={
+            name.removeprefix(WEIGHTS_PREFIX): tensor.float()
+            for name, tensor in weights.items()
+            if name.startswith(WEIGHTS_PREFIX)
+        },
+        target=TargetIdentity(**ours["target"]),
+        target_path=ours["target_path"],
+        step=state["global_step"],
+        code_version=ours["code_version"],
+    )
+
+
+def _read_folder(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Lightning's state and the full weights of a DeepSpeed checkpoint."""
+    shards = path / SHARDS
+    models = sorted(shards.glob("*_model_states.pt"))
+    missing = [
+        what
+        for what, found in (
+            (f"`{SHARDS}/*_model_states.pt` (weights)", models),
+            (f"`{LATEST}` (which is written last)", (path / LATEST).is_file()),
+        )
+        if not found
+    ]
+    if missing:
+        raise ExportError(
+            f"{path} is no complete checkpoint: it has no {' and no '.join(missing)}. Expected a `.ckpt` folder that "
+            "`fit` finished writing; take an earlier checkpoint if this one was interrupted."
+        )
+    state = _load(models[0], path)
+    has_optimizer_shards = any(shards.glob("*_optim_states.pt"))
+    # Without ZeRO (stage 0) the optimizer's state lies beside the weights, in one file; else it lies in shards.
+    if not has_optimizer_shards and state.get("optimizer") is not None:
+        return state, state["module"]
+    if not has_optimizer_shards:
+        raise ExportError(
+            f"{path} is no complete checkpoint: it has no `{SHARDS}/*_optim_states.pt` (float32 weights). Copy the "
+            "whole folder, or take an earlier checkpoint."
+        )
+    return state, _gather(path)
+
+
+def _gather(path: Path) -> dict[str, Tensor]:
+    """Full float32 weights from all shards."""
+    # Here, because DeepSpeed takes seconds to import.
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    chatter = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(chatter), contextlib.redirect_stderr(chatter):
+            return get_fp32_state_dict_from_zero_checkpoint(str(path), tag=SHARDS)
+    except UNREADABLE as error:
+        raise _damaged(path, error) from error
+
+
+def _load(file: Path, path: Path) -> dict[str, Any]:
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=False)
+    except UNREADABLE as error:
+        raise _damaged(path, error) from error
+    if not isinstance(state, dict):
+        raise ExportError(f"{path} holds a {type(state).__name__}; expected a Lightning checkpoint.")
+    return state
+
+
+def _damaged(path: Path, error: Exception) -> ExportError:
+    return ExportError(
+        f"{path} can't be read as a checkpoint: {' '.join(str(error).split())}. It is damaged, incomplete or of "
+        "another kind; take an earlier checkpoint."
+    )

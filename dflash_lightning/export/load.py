@@ -1,0 +1,151 @@
+"""Read a drafter back, wherever it stands: an exported folder of any format, or a training checkpoint."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from dflash_lightning.checkpoints import is_training_checkpoint, read_training_checkpoint
+from dflash_lightning.config import DrafterConfig
+from dflash_lightning.drafter import Drafter
+from dflash_lightning.errors import ExportError
+from dflash_lightning.export.card import METADATA_FILE, Provenance
+from dflash_lightning.export.format import Format, TokenIds
+from dflash_lightning.export.layout import check_tensors
+from dflash_lightning.export.muse_assistant import TRANSFORMERS
+from dflash_lightning.export.zlab import ZLAB
+
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+FORMATS: dict[str, Format] = {form.name: form for form in (ZLAB, TRANSFORMERS)}
+
+
+@dataclass(frozen=True)
+class DrafterSource:
+    """A drafter as it was found.
+
+    Attributes:
+        weights: named as in `Drafter`, complete, in the dtype they were stored in.
+        tokens: the target's special token ids; None in a training checkpoint, which doesn't hold them.
+        provenance: what is known of its making; None for somebody else's folder.
+        target_path: how its training run called the target; None for an exported folder.
+    """
+
+    config: DrafterConfig
+    weights: dict[str, Tensor]
+    tokens: TokenIds | None
+    provenance: Provenance | None
+    target_path: str | None
+
+
+def read_drafter(path: str | Path) -> DrafterSource:
+    """Read the drafter at ``path``: a `zlab` or `transformers` folder, or a training checkpoint (a pickle: trust it).
+
+    Raises:
+        ExportError: there is none, or it is incomplete; missing and unexpected tensors are named.
+    """
+    path = Path(path)
+    if not (path / CONFIG_FILE).is_file() and is_training_checkpoint(path):
+        checkpoint = read_training_checkpoint(path)
+        check_tensors(checkpoint.state_dict, checkpoint.config, str(path))
+        return DrafterSource(
+            config=checkpoint.config,
+            weights=checkpoint.state_dict,
+            tokens=None,
+            provenance=Provenance.of_checkpoint(checkpoint),
+            target_path=checkpoint.target_path,
+        )
+    if not path.is_dir():
+        raise ExportError(f"There is no drafter at {path}; expected a folder that `export` wrote, or a checkpoint.")
+    return _read_folder(path)
+
+
+def load_drafter(path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Drafter:
+    """Load a drafter for decoding: evaluation mode, no gradients.
+
+    Args:
+        path: a `zlab` or `transformers` folder (ours or the official ones), or a training checkpoint. A checkpoint is a
+            pickle: only load what you trust.
+        dtype: data type of the weights.
+        device: where the drafter goes.
+
+    Raises:
+        ExportError: there is no drafter, or it is incomplete; missing and unexpected tensors are named. Whether it
+            fits a target is another question: see `check_fits_target`.
+    """
+    source = read_drafter(path)
+    drafter = Drafter(source.config)
+    drafter.load_state_dict(source.weights)
+    return drafter.eval().requires_grad_(False).to(device=device, dtype=dtype)
+
+
+def check_fits_target(config: DrafterConfig, target: PreTrainedConfig) -> None:
+    """Refuse a drafter that was made for another target.
+
+    Args:
+        target: configuration of the target's language model.
+
+    Raises:
+        ExportError: listing every field that differs, with both values.
+    """
+    theirs = {
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "num_target_layers": target.num_hidden_layers,
+    }
+    differing = [
+        f"{field} is {getattr(config, field)}, the target's is {value}"
+        for field, value in theirs.items()
+        if getattr(config, field) != value
+    ]
+    if differing:
+        raise ExportError(
+            f"The drafter was made for another target: {'; '.join(differing)}. Give the target that it was trained for."
+        )
+
+
+def _read_folder(path: Path) -> DrafterSource:
+    """An exported folder, whoever wrote it."""
+    missing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not (path / name).is_file()]
+    if missing:
+        raise ExportError(
+            f"{path} is not a drafter: it has no {' and no '.join(missing)}. Expected a folder that `export` wrote, or "
+            "a training checkpoint (`X.ckpt`)."
+        )
+    values = read_json(path / CONFIG_FILE)
+    form = next((form for form in FORMATS.values() if form.recognises(values)), None)
+    if form is None:
+        raise ExportError(
+            f"{path} is not a drafter: its config.json is of model type {values.get('model_type')!r} and of none of "
+            f"the formats {', '.join(FORMATS)}."
+        )
+    try:
+        config, tokens = form.read_config(values)
+    except ExportError as error:
+        raise ExportError(f"{path} can't be read as a drafter of format {form.name}: {error}") from error
+    try:
+        stored = load_file(path / WEIGHTS_FILE)
+    except (OSError, SafetensorError) as error:
+        raise ExportError(f"{path / WEIGHTS_FILE} can't be read: {error}. Export or download it again.") from error
+    original = {theirs: ours for ours, theirs in form.renamed.items()}
+    weights = {original.get(name, name): tensor for name, tensor in stored.items()}
+    check_tensors(weights, config, str(path / WEIGHTS_FILE))
+    metadata = path / METADATA_FILE
+    provenance = Provenance.from_dict(read_json(metadata)) if metadata.is_file() else None
+    return DrafterSource(config, weights, tokens, provenance, target_path=None)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object in a file. Raises ExportError if it is none."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ExportError(f"{path} is not valid JSON ({error}). Export or download it again.") from error
+    if not isinstance(values, dict):
+        raise ExportError(f"{path} holds a {type(values).__name__}; expected a JSON object.")
+    return values
