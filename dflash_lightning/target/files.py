@@ -7,6 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from dflash_lightning.errors import TargetError
@@ -115,7 +116,7 @@ def loading(what: str, files: TargetFiles) -> Iterator[None]:
     try:
         with quiet_transformers():
             yield
-    except (OSError, ValueError, KeyError, NotImplementedError, ImportError) as error:
+    except (OSError, ValueError, KeyError, NotImplementedError, ImportError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise TargetError(
             f"Target {files.name!r}: its {what} can't be loaded from {place}: {reason} "

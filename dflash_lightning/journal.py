@@ -1,0 +1,79 @@
+"""A journal of finished work: appended line by line, readable after a kill at any moment."""
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from dflash_lightning.errors import DataError
+
+
+class Journal:
+    """Append-only JSONL file whose first line says what the work is, and each further line is one finished piece.
+
+    A line counts once its newline is on disk; a torn last line is cut off when the journal is opened again. One
+    process at a time may hold a journal.
+
+    Args:
+        path: The file; it is made if it isn't there.
+        header: What the work is. It goes into a new journal; `header` of an old one is what stands in the file.
+
+    Raises:
+        DataError: Another process holds the journal, or a line that was finished can't be read.
+    """
+
+    def __init__(self, path: Path, header: dict[str, Any]):
+        self.path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._read()
+        except BlockingIOError as error:
+            self.close()
+            raise DataError(
+                f"{path.parent}: another process is writing there. Wait for it, or choose another."
+            ) from error
+        except DataError:
+            self.close()
+            raise
+        if self.header is None:
+            self.header = header
+            self.append(header)
+            self.entries.clear()
+
+    def _read(self) -> None:
+        data = self.path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if len(whole) < len(data):
+            os.ftruncate(self._file, len(whole))
+        records = []
+        for number, line in enumerate(whole.splitlines(), start=1):
+            try:
+                records.append(json.loads(line))
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                raise DataError(
+                    f"{self.path}, line {number}: damaged ({error}). Remove the file to start this stage again."
+                ) from error
+        self.header: dict[str, Any] | None = records[0] if records else None
+        self.entries: list[dict[str, Any]] = records[1:]
+
+    def append(self, entry: dict[str, Any]) -> None:
+        """Add one finished piece; it is on disk when this returns."""
+        line = (json.dumps(entry) + "\n").encode()
+        while line:
+            line = line[os.write(self._file, line) :]
+        os.fsync(self._file)
+        self.entries.append(entry)
+
+    def close(self) -> None:
+        """Let go of the file; closing twice does nothing."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
