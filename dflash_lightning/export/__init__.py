@@ -8,7 +8,7 @@ from dflash_lightning.export.command import export
 from dflash_lightning.export.folder import check_free, export_drafter, parse_formats
 from dflash_lightning.export.format import TokenIds
 from dflash_lightning.export.layout import tensor_shapes
-from dflash_lightning.export.load import FORMATS, DrafterSource, check_fits_target, load_drafter, read_drafter
+from dflash_lightning.export.loading import FORMATS, DrafterSource, check_fits_target, load_drafter, read_drafter
 
 __all__ = [
     "FORMATS",

@@ -11,7 +11,7 @@ from dflash_lightning.errors import DataError, ExportError
 from dflash_lightning.export.card import Provenance
 from dflash_lightning.export.folder import check_free, export_drafter, parse_formats
 from dflash_lightning.export.format import TokenIds
-from dflash_lightning.export.load import DrafterSource, check_fits_target, read_drafter, read_json
+from dflash_lightning.export.loading import DrafterSource, check_fits_target, read_drafter, read_json
 from dflash_lightning.target import target_identity, target_text_config
 
 

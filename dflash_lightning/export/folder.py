@@ -17,7 +17,7 @@ from dflash_lightning.errors import ExportError
 from dflash_lightning.export.card import CARD_FILE, METADATA_FILE, Provenance, metadata, model_card
 from dflash_lightning.export.format import Format, TokenIds
 from dflash_lightning.export.layout import check_tensors
-from dflash_lightning.export.load import CONFIG_FILE, FORMATS, WEIGHTS_FILE
+from dflash_lightning.export.loading import CONFIG_FILE, FORMATS, WEIGHTS_FILE
 
 
 def check_free(folder: str | Path) -> None:
