@@ -1,6 +1,7 @@
 """Shared fixtures: tiny random targets (Llama and Qwen3 type) with a byte-level tokenizer, built once a session."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
@@ -21,19 +22,19 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
 )
 SPECIAL_TOKENS = ["<|pad|>", "<|start|>", "<|end|>", "<|mask|>"]
-COMMON = dict(
-    vocab_size=272,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=6,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    initializer_range=0.2,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+COMMON = {
+    "vocab_size": 272,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -97,11 +98,17 @@ def smollm2_folder(tmp_path_factory) -> Path:
     return convert_gguf(gguf, tmp_path_factory.mktemp("targets") / "smollm2")
 
 
-@pytest.fixture
-def process_group(monkeypatch):
-    """Leave no process group and no launcher's environment behind a test that trains under DeepSpeed in this process."""
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "DS_ACCELERATOR"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.fixture(scope="session")
+def _one_group():
+    # DeepSpeed keeps the groups it made for good, so that a second default group in one process would break it.
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def process_group(_one_group):
+    """For a test that trains under DeepSpeed in this process: leaves no launcher's environment behind."""
+    yield
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "DS_ACCELERATOR"):
+        os.environ.pop(name, None)

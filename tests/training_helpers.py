@@ -1,44 +1,186 @@
 """Short trainings for the tests, in one process or under torchrun."""
 
+from dataclasses import dataclass
+from pathlib import Path
+
 import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.loggers import Logger
 
+from datamodules.feature_cache import collate
+from dflash_lightning.cache import CacheManifest, Sample, create_or_join
+from dflash_lightning.config import DrafterSettings
+from dflash_lightning.losses import LossSettings
+from dflash_lightning.module import ContextBatch, DFlashModule, OptimizerSettings
 from dflash_lightning.strategy import DFlashDeepSpeedStrategy
+from dflash_lightning.target import target_identity
+
+LIGHTNING_NAMES = {"plain": "auto", "ddp": "ddp"}
 
 
-class RecordSteps(L.Callback):
-    """What each optimizer step reported: the step's loss by its outputs, by ``train/loss``, and the gradient norm
-    before clipping (DeepSpeed only). One micro-batch a step gives ``losses`` the objective itself."""
+class RecordSteps(Logger):
+    """A logger that keeps what it is given: pairs of step and metrics."""
+
+    name = version = "memory"
 
     def __init__(self):
-        self.losses, self.reported, self.gradient_norms = [], [], []
+        self.logged: list[tuple[int, dict[str, float]]] = []
 
-    def on_train_batch_end(self, trainer, _module, outputs, _batch, batch_index):
-        self.losses.append(outputs["loss"].item())
+    def log_metrics(self, metrics, step=None):
+        self.logged.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *_args, **_kwargs):
+        pass
+
+    def values(self, name: str) -> list[float]:
+        return [metrics[name] for _, metrics in self.logged if name in metrics]
+
+
+class RecordNorms(L.Callback):
+    """The gradient norm before clipping of each optimizer step; only DeepSpeed keeps it."""
+
+    def __init__(self):
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer, _module, _outputs, _batch, batch_index):
         if (batch_index + 1) % trainer.accumulate_grad_batches == 0 and hasattr(trainer.model, "get_global_grad_norm"):
-            self.gradient_norms.append(float(trainer.model.get_global_grad_norm()))
-
-    def on_train_batch_start(self, trainer, _module, _batch, batch_index):
-        if batch_index and batch_index % trainer.accumulate_grad_batches == 0:
-            self._report(trainer)
-
-    def on_train_epoch_end(self, trainer, _module):
-        self._report(trainer)
-
-    def _report(self, trainer):
-        # Callbacks run before the module's own on_train_batch_end, hence one hook later.
-        self.reported.append(trainer.callback_metrics["train/loss"].item())
+            self.seen.append(float(trainer.model.get_global_grad_norm()))
 
 
 def make_trainer(strategy: str, **options) -> L.Trainer:
-    """A silent CPU trainer: ``plain`` (one process) or ``zero2``."""
+    """A silent CPU trainer; ``strategy`` is plain (one process), ddp, or zero0 to zero3."""
     options = {"max_epochs": 1, "log_every_n_steps": 1, "enable_checkpointing": False, "logger": False, **options}
     return L.Trainer(
         accelerator="cpu",
         precision="32-true",
-        strategy="auto" if strategy == "plain" else DFlashDeepSpeedStrategy(stage=int(strategy[-1])),
+        strategy=LIGHTNING_NAMES.get(strategy) or DFlashDeepSpeedStrategy(stage=int(strategy[-1])),
         use_distributed_sampler=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
         **options,
     )
+
+
+@dataclass(frozen=True)
+class GivenSample:
+    """A sample with its anchors given instead of drawn; none at all is allowed."""
+
+    sample: Sample
+    anchors: np.ndarray
+
+
+def random_sample(name: str, tokens: int, prompt: int, feature_size: int, seed: int) -> Sample:
+    """Random features and tokens; everything after the prompt is supervised."""
+    generator = torch.Generator().manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    return Sample(
+        sample_id=name,
+        input_ids=rng.integers(4, 260, tokens, dtype=np.int32),
+        loss_mask=(np.arange(tokens) >= prompt).astype(np.uint8),
+        features=torch.randn(tokens, feature_size, generator=generator).bfloat16(),
+    )
+
+
+def write_cache(path: Path, samples: list[Sample], *, target: Path, layer_ids, hidden_size: int) -> Path:
+    """A finished cache of two shards."""
+    shards = [samples[: len(samples) // 2], samples[len(samples) // 2 :]]
+    manifest = CacheManifest(
+        target=target_identity(str(target)),
+        target_layer_ids=tuple(layer_ids),
+        hidden_size=hidden_size,
+        generation={},
+        dataset_sha256="d" * 64,
+        max_length=None,
+        code_version="0",
+        shard_samples=tuple(map(len, shards)),
+    )
+    writer = create_or_join(path, manifest)
+    for number, members in enumerate(shards):
+        writer.write_shard(number, members)
+    return path
+
+
+class DealtSteps(torch.utils.data.Dataset):
+    """This rank's micro-batches of given optimizer steps: each step's samples in turn to (micro-batch, rank)."""
+
+    def __init__(self, steps: list[list[GivenSample]], *, rank: int, world_size: int, accumulation: int):
+        self.steps, self.rank, self.world_size, self.accumulation = steps, rank, world_size, accumulation
+
+    def __len__(self):
+        return len(self.steps) * self.accumulation
+
+    def __getitem__(self, index: int) -> ContextBatch:
+        number, micro = divmod(index, self.accumulation)
+        step = self.steps[number]
+        size = len(step) // (self.world_size * self.accumulation)
+        first = (micro * self.world_size + self.rank) * size
+        members = step[first : first + size]
+        return collate(
+            [given.sample for given in members],
+            [given.anchors for given in members],
+            num_anchors=max(len(given.anchors) for given in step),
+            anchors_in_step=sum(len(given.anchors) for given in step),
+        )
+
+
+class DealtData(L.LightningDataModule):
+    def __init__(self, steps: list[list[GivenSample]]):
+        super().__init__()
+        self.steps = steps
+
+    def train_dataloader(self):
+        trainer = self.trainer
+        dealt = DealtSteps(
+            self.steps,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            accumulation=trainer.accumulate_grad_batches,
+        )
+        return torch.utils.data.DataLoader(dealt, batch_size=None)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A short training of given steps, cut in some way."""
+
+    target: str
+    drafter: DrafterSettings
+    loss: LossSettings
+    optimizer: OptimizerSettings
+    initial: dict[str, torch.Tensor]
+    steps: list[list[GivenSample]]
+    clip: float
+    strategy: str
+    accumulation: int
+    devices: int = 1
+
+
+@dataclass
+class Outcome:
+    """What a training ended with, on each rank."""
+
+    weights: dict[str, torch.Tensor]
+    reported: list[float]
+    gradient_norms: list[float]
+
+
+def run_job(job: Job) -> Outcome:
+    module = DFlashModule(job.target, job.drafter, job.loss, job.optimizer)
+    module.configure_model()
+    module.drafter.load_state_dict(job.initial)
+    logger, norms = RecordSteps(), RecordNorms()
+    trainer = make_trainer(
+        job.strategy,
+        devices=job.devices,
+        max_steps=len(job.steps),
+        accumulate_grad_batches=job.accumulation,
+        gradient_clip_val=job.clip,
+        logger=logger,
+        callbacks=[norms],
+    )
+    trainer.fit(module, datamodule=DealtData(job.steps))
+    assert trainer.global_step == len(job.steps)
+    weights = {name: tensor.detach().clone() for name, tensor in module.drafter.state_dict().items()}
+    return Outcome(weights, logger.values("train/loss"), norms.seen)

@@ -1,0 +1,211 @@
+"""The gradient doesn't depend on how a step is cut, and a resumed run is the uninterrupted one (spec.md 5.4)."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import MASK_TOKEN_ID, load_tiny, make_drafter
+from lightning.pytorch.callbacks import ModelCheckpoint
+from training_helpers import (
+    GivenSample,
+    Job,
+    Outcome,
+    RecordNorms,
+    RecordSteps,
+    make_trainer,
+    random_sample,
+    run_job,
+    write_cache,
+)
+
+from datamodules import FeatureCacheDataModule
+from dflash_lightning.config import DrafterSettings
+from dflash_lightning.losses import LossSettings
+from dflash_lightning.module import DFlashModule, OptimizerSettings
+
+TESTS = Path(__file__).parent
+BLOCK_SIZE, LAYERS, HIDDEN = 4, [1, 3], 32
+GAMMA, CLIP = 2.5, 0.5
+# A large eps makes Adam's step depend on the size of the gradient, so that a wrong scale can't hide.
+OPTIMIZER = OptimizerSettings(lr=0.05, eps=0.01, warmup_ratio=0.0)
+# Anchors of each step's 4 samples. On 2 ranks x 2 micro-batches the odd ones are rank 1's: in step 1 it has an empty
+# micro-batch, in step 2 nothing at all. Some blocks are cut short by the end of their text.
+ANCHORS_OF_STEPS = [
+    [[5, 9, 14], [4], [3, 20, 21, 22], [10, 11]],
+    [[6], [], [3, 4, 5], [12]],
+    [[8, 22], [], [2, 18], []],
+    [[4, 7], [9], [10], [11, 13, 15]],
+]
+
+pytestmark = pytest.mark.slow
+
+
+def given_steps() -> list[list[GivenSample]]:
+    steps = []
+    for number, step in enumerate(ANCHORS_OF_STEPS):
+        samples = [
+            random_sample(f"{number}-{i}", 24 + 3 * i, 2, len(LAYERS) * HIDDEN, seed=10 * number + i) for i in range(4)
+        ]
+        steps.append([GivenSample(s, np.array(a, dtype=np.int64)) for s, a in zip(samples, step, strict=True)])
+    return steps
+
+
+@pytest.fixture(scope="module")
+def job(llama_folder) -> Job:
+    return Job(
+        target=str(llama_folder),
+        drafter=DrafterSettings(
+            num_layers=2, block_size=BLOCK_SIZE, target_layer_ids=LAYERS, mask_token_id=MASK_TOKEN_ID
+        ),
+        loss=LossSettings(gamma=GAMMA),
+        optimizer=OPTIMIZER,
+        initial=make_drafter(load_tiny(llama_folder), block_size=BLOCK_SIZE, scale=3.0).state_dict(),
+        steps=given_steps(),
+        clip=CLIP,
+        strategy="plain",
+        accumulation=1,
+    )
+
+
+def naive_objective(drafter, table, step: list[GivenSample]) -> torch.Tensor:
+    """The loss straight from spec.md section 3, one block at a time, each with the context it would have at decode
+    time: no attention mask, no padding, no batch."""
+    total, anchors = 0.0, 0
+    weights = [np.exp(-(k - 1) / GAMMA) for k in range(1, BLOCK_SIZE)]
+    for given in step:
+        tokens, features = given.sample.input_ids.tolist(), given.sample.features.double()
+        for anchor in given.anchors.tolist():
+            anchors += 1
+            block = [tokens[anchor]] + [MASK_TOKEN_ID] * (BLOCK_SIZE - 1)
+            context = drafter.context_key_values(features[None, :anchor], torch.arange(anchor)[None])
+            hidden = drafter(table[block][None], torch.arange(anchor, anchor + BLOCK_SIZE)[None], context)[0]
+            for k in range(1, BLOCK_SIZE):
+                if anchor + k < len(tokens):
+                    entropy = -torch.log_softmax(hidden[k] @ table.T, dim=-1)[tokens[anchor + k]]
+                    total = total + weights[k - 1] * entropy
+    return total / (anchors * sum(weights))
+
+
+@pytest.fixture(scope="module")
+def naive(job, llama_folder) -> Outcome:
+    """A plain loop in float64."""
+    target = load_tiny(llama_folder)
+    table = target.get_input_embeddings().weight.double()
+    drafter = make_drafter(target, block_size=BLOCK_SIZE)
+    drafter.load_state_dict(job.initial)
+    drafter.double()
+    optimizer = torch.optim.AdamW(drafter.parameters(), eps=OPTIMIZER.eps, weight_decay=0.0)
+    reported, norms = [], []
+    for number, step in enumerate(job.steps):
+        for group in optimizer.param_groups:
+            # No warm-up to speak of: one step at the peak, then a cosine to zero.
+            progress = max(0, number - 1) / (len(job.steps) - 1)
+            group["lr"] = OPTIMIZER.lr * 0.5 * (1 + np.cos(np.pi * progress))
+        optimizer.zero_grad()
+        loss = naive_objective(drafter, table, step)
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(drafter.parameters(), CLIP)))
+        optimizer.step()
+        reported.append(loss.item())
+    assert max(norms) > CLIP  # clipping is part of what is compared
+    return Outcome(drafter.state_dict(), reported, norms)
+
+
+def assert_same(outcome: Outcome, naive: Outcome, initial: dict[str, torch.Tensor]) -> None:
+    assert outcome.reported == pytest.approx(naive.reported, rel=1e-5)
+    if outcome.gradient_norms:  # only DeepSpeed keeps them
+        assert outcome.gradient_norms == pytest.approx(naive.gradient_norms, rel=1e-5)
+    assert outcome.weights.keys() == naive.weights.keys()
+    for name, expected in naive.weights.items():
+        update = (expected - initial[name]).norm()
+        assert update > 1e-3, name
+        assert (outcome.weights[name] - expected).norm() < 1e-5 * initial[name].norm() + 1e-4 * update, name
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(("strategy", "accumulation"), [("plain", 4), ("plain", 1), ("zero2", 4), ("zero2", 1)])
+def test_one_process_equals_the_naive_loop(job, naive, strategy, accumulation):
+    outcome = run_job(replace(job, strategy=strategy, accumulation=accumulation))
+    assert_same(outcome, naive, job.initial)
+    assert len(outcome.gradient_norms) == (len(job.steps) if strategy == "zero2" else 0)
+
+
+def torchrun(jobs: dict[str, Job], folder: Path) -> list[dict[str, Outcome]]:
+    """Outcomes by job, for each of two ranks."""
+    torch.save(jobs, folder / "jobs.pt")
+    worker = [str(TESTS / "train_worker.py"), str(folder / "jobs.pt"), str(folder)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *worker]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(job, tmp_path_factory) -> list[dict[str, Outcome]]:
+    """Every job of two ranks, in one launch."""
+    jobs = {
+        f"{strategy} x {accumulation}": replace(job, strategy=strategy, accumulation=accumulation, devices=2)
+        for strategy, accumulation in (("ddp", 2), ("zero2", 2), ("zero2", 1), ("zero1", 2))
+    }
+    return torchrun(jobs, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("name", ["ddp x 2", "zero2 x 2", "zero2 x 1", "zero1 x 2"])
+def test_two_ranks_equal_the_naive_loop(two_ranks, job, naive, name):
+    for outcomes in two_ranks:
+        assert_same(outcomes[name], naive, job.initial)
+    first, second = (outcomes[name] for outcomes in two_ranks)
+    assert all(torch.equal(first.weights[key], second.weights[key]) for key in first.weights)
+
+
+@pytest.fixture(scope="module")
+def cache(llama_folder, tmp_path_factory) -> Path:
+    samples = [random_sample(f"s{i}", 14 + i, 3, len(LAYERS) * HIDDEN, seed=i) for i in range(17)]
+    path = tmp_path_factory.mktemp("cache") / "cache"
+    return write_cache(path, samples, target=llama_folder, layer_ids=LAYERS, hidden_size=HIDDEN)
+
+
+def fit(job: Job, cache: Path, folder: Path, *, seed: int, resume: Path | None = None) -> Outcome:
+    """Seven steps of 2 x 2 samples, so 4 steps an epoch, with a checkpoint after each."""
+    torch.manual_seed(seed)
+    module = DFlashModule(job.target, job.drafter, job.loss, OptimizerSettings(lr=0.01))
+    logger, norms = RecordSteps(), RecordNorms()
+    checkpoints = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer = make_trainer(
+        "zero2",
+        max_epochs=-1,
+        max_steps=7,
+        accumulate_grad_batches=2,
+        gradient_clip_val=CLIP,
+        enable_checkpointing=True,
+        logger=logger,
+        callbacks=[norms, checkpoints],
+    )
+    data = FeatureCacheDataModule(str(cache), batch_size=2, num_anchors=3, validation_fraction=0.0)
+    trainer.fit(module, datamodule=data, ckpt_path=resume)
+    assert trainer.global_step == 7
+    weights = {name: tensor.detach().clone() for name, tensor in module.drafter.state_dict().items()}
+    return Outcome(weights, logger.values("train/loss"), norms.seen)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(job, cache, tmp_path):
+    whole = fit(job, cache, tmp_path / "whole", seed=0)
+    assert len(whole.gradient_norms) == 7
+    cuts = {
+        "middle of the first epoch": tmp_path / "whole" / "step=2.ckpt",
+        "the same epoch again": tmp_path / "middle of the first epoch" / "step=3.ckpt",
+        "end of the epoch": tmp_path / "whole" / "step=4.ckpt",
+        "middle of the second epoch": tmp_path / "whole" / "step=6.ckpt",
+    }
+    for name, checkpoint in cuts.items():
+        done = int(checkpoint.stem.split("=")[1])
+        resumed = fit(job, cache, tmp_path / name, seed=1, resume=checkpoint)
+        assert resumed.gradient_norms == whole.gradient_norms[done:], name
+        assert resumed.reported == whole.reported[done:], name
+        for key, weight in whole.weights.items():
+            assert torch.equal(resumed.weights[key], weight), (name, key)

@@ -1,0 +1,14 @@
+"""One rank of a training: ``torchrun ... train_worker.py JOBS OUTPUT`` runs pickled jobs one after the other and saves
+what each ended with on this rank."""
+
+import os
+import sys
+
+import torch
+from training_helpers import run_job
+
+if __name__ == "__main__":
+    jobs_file, output = sys.argv[1:]
+    torch.set_num_threads(1)
+    outcomes = {name: run_job(job) for name, job in torch.load(jobs_file, weights_only=False).items()}
+    torch.save(outcomes, f"{output}/rank{os.environ['RANK']}.pt")
