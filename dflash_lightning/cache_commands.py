@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
+from rich.table import Column, Table
 
 from dflash_lightning.cache import describe
 from dflash_lightning.cache import verify as find_faults
@@ -18,9 +19,9 @@ def info(cache: Path) -> None:
     Args:
         cache: folder of the feature cache.
     """
-    table = Table(show_header=False, box=None, pad_edge=False)
+    table = Table("name", Column("value", overflow="fold"), show_header=False, box=None, pad_edge=False)
     for name, value in describe(cache).items():
-        table.add_row(name, value if isinstance(value, str) else json.dumps(value))
+        table.add_row(name, escape(value if isinstance(value, str) else json.dumps(value)))
     Console().print(table)
 
 

@@ -1,89 +1,93 @@
-"""The command line: typed functions become subcommands, with help from their docstrings and YAML by ``--config``."""
+"""The command line: typed functions become commands, with help from their docstrings and YAML by ``--config``."""
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
-from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings
+from jsonargparse import ActionConfigFile, ArgumentParser
 from rich.console import Console
 
 from dflash_lightning import __version__
 from dflash_lightning.errors import DFlashError
 
-DESCRIPTION = """\
-Train drafters that make a large language model answer several times faster.
-
-The road: prepare -> capture -> fit -> evaluate -> export -> generate."""
-
-
-def _commands() -> dict[str, Callable[..., Any]]:
-    # Imported here, so that `--version` and a mistyped command don't wait for torch and transformers.
-    from dflash_lightning.cache_commands import info, verify
-    from dflash_lightning.capture import capture
-    from dflash_lightning.evaluate import evaluate, generate
-    from dflash_lightning.export import export
-    from dflash_lightning.prepare import prepare
-
-    return {
-        "prepare": prepare,
-        "capture": capture,
-        "evaluate": evaluate,
-        "generate": generate,
-        "export": export,
-        "cache info": info,
-        "cache verify": verify,
-    }
+# Command -> where its function is, and what it does. A command imports only what it needs.
+COMMANDS = {
+    "prepare": ("dflash_lightning.prepare:prepare", "prompts -> the target's own answers, as tokens"),
+    "capture": ("dflash_lightning.capture:capture", "answers -> context features in a cache"),
+    "fit": ("dflash_lightning.fit:fit", "train a drafter on a cache (LightningCLI)"),
+    "evaluate": (
+        "dflash_lightning.evaluate:evaluate",
+        "decode prompts for real: acceptance length, speed, losslessness",
+    ),
+    "generate": ("dflash_lightning.generate:generate", "answer one prompt, accepted spans in colour"),
+    "export": ("dflash_lightning.export:export", "checkpoint -> folders that servers load"),
+    "cache info": ("dflash_lightning.cache_commands:info", "what a cache holds"),
+    "cache verify": ("dflash_lightning.cache_commands:verify", "compare every object of a cache with its checksum"),
+}
+POSITIONAL = ("cache info", "cache verify")
 
 
-def _function_parser(name: str, function: Callable[..., Any], **options: Any) -> ArgumentParser:
-    parser = ArgumentParser(prog=f"dflash-lightning {name}", description=function.__doc__.split("\n\n")[0], **options)
-    parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of these settings.")
-    parser.add_function_arguments(function, as_group=False, as_positional=False)
+def load_command(name: str) -> Callable[..., Any]:
+    """The function behind a command."""
+    module, function = COMMANDS[name][0].split(":")
+    return getattr(import_module(module), function)
+
+
+def command_parser(name: str) -> ArgumentParser:
+    """The parser of one command, made from its function's signature and docstring."""
+    function = load_command(name)
+    parser = ArgumentParser(prog=f"dflash-lightning {name}", description=function.__doc__.split("Args:")[0])
+    if name not in POSITIONAL:
+        parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of these settings.")
+    parser.add_function_arguments(function, as_group=False, as_positional=name in POSITIONAL)
+    for action in parser._actions:
+        _spell_with_hyphens(parser, action)
     return parser
 
 
-def build_parser() -> ArgumentParser:
-    """The parser of all commands but ``fit``, which is Lightning's."""
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(prog="dflash-lightning", description=DESCRIPTION, version=__version__)
-    commands = parser.add_subcommands(dest="command", metavar="COMMAND")
-    functions = _commands()
-    summaries = {name: function.__doc__.split("\n\n")[0] for name, function in functions.items()}
-    for name in ("prepare", "capture"):
-        commands.add_subcommand(name, _function_parser(name, functions[name]), help=summaries[name])
-    commands.add_subcommand(
-        "fit", ArgumentParser(), help="Train a drafter on a feature cache (LightningCLI; see `fit --help`)."
+def _spell_with_hyphens(parser: ArgumentParser, action: argparse.Action) -> None:
+    """`--max-new-tokens` on the command line, `max_new_tokens` in YAML."""
+    if action.dest not in ("config", "help") and action.option_strings == [f"--{action.dest}"]:
+        flag = f"--{action.dest.replace('_', '-')}"
+        action.option_strings = [flag]
+        parser._option_string_actions[flag] = action
+
+
+def _usage() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    listed = "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items())
+    usage = argparse.ArgumentParser(
+        prog="dflash-lightning",
+        description="Train drafters that make a large language model answer several times faster.",
+        epilog=f"commands, in the order of the road:\n{listed}\n\n`dflash-lightning COMMAND --help` says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for name in ("evaluate", "generate", "export"):
-        commands.add_subcommand(name, _function_parser(name, functions[name]), help=summaries[name])
-    cache = ArgumentParser(prog="dflash-lightning cache", description="Look at a feature cache.")
-    cache_commands = cache.add_subcommands(dest="cache_command", metavar="COMMAND")
-    for name in ("info", "verify"):
-        full = f"cache {name}"
-        cache_parser = ArgumentParser(prog=f"dflash-lightning {full}", description=summaries[full])
-        cache_parser.add_function_arguments(functions[full], as_group=False, as_positional=True)
-        cache_commands.add_subcommand(name, cache_parser, help=summaries[full])
-    commands.add_subcommand("cache", cache, help="Look at a feature cache: `cache info`, `cache verify`.")
-    return parser
+    usage.add_argument("--version", action="version", version=__version__)
+    usage.add_argument("command", nargs="+", metavar="COMMAND")
+    return usage
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Run one command. Errors of the user are raised as ``DFlashError``."""
-    if arguments and arguments[0] == "fit":
-        from dflash_lightning.fit import fit
+    """Run one command.
 
-        fit(arguments[1:])
+    Raises:
+        DFlashError: a user's mistake.
+    """
+    name = next((n for n in COMMANDS if list(arguments[: len(n.split())]) == n.split()), None)
+    if name is None:
+        usage = _usage()
+        words = usage.parse_args([word for word in arguments[:2] if word in ("-h", "--help", "--version")] or arguments)
+        usage.error(f"no command {' '.join(words.command[:2])!r}; the commands are {', '.join(COMMANDS)}")
+    rest = list(arguments[len(name.split()) :])
+    if name == "fit":
+        load_command(name)(rest)
         return
-    parser = build_parser()
-    parsed = parser.parse_args(arguments)
-    name = parsed.command
-    values = parsed[name]
-    if name == "cache":
-        name = f"cache {values.cache_command}"
-        values = values[values.cache_command]
-    values = parser.instantiate_classes(parsed)[parsed.command] if parsed.command != "cache" else values
-    settings = {key: value for key, value in values.as_dict().items() if key not in ("config", "__default_config__")}
-    _commands()[name](**settings)
+    parser = command_parser(name)
+    settings = parser.instantiate_classes(parser.parse_args(rest)).as_dict()
+    settings.pop("config", None)
+    load_command(name)(**settings)
 
 
 def main() -> None:

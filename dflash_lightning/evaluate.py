@@ -1,29 +1,24 @@
-"""The commands that decode: ``evaluate`` (a report over many prompts) and ``generate`` (one prompt, in colour)."""
+"""The command ``evaluate``: a report over many prompts, from real decoding."""
 
 import json as json_format
-from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 from transformers import PreTrainedModel
 
-from dflash_lightning.decoding import greedy_decode, speculative_decode
-from dflash_lightning.evaluation import Prompt, PromptResult, evaluate_prompt, load_prompts, pooled_tau, summarize
-from dflash_lightning.export import load_drafter
-from dflash_lightning.export.loading import check_fits_target
+from dflash_lightning.decoding import greedy_decode
+from dflash_lightning.evaluation import Prompt, PromptResult, evaluate_prompt, load_prompts, summarize
+from dflash_lightning.export import check_fits_target, load_drafter
 from dflash_lightning.prepared import write_whole
 from dflash_lightning.progress import track
-from dflash_lightning.prompts import PromptRow, prompt_token_ids
 from dflash_lightning.target import load_target, load_tokenizer, stop_token_ids
 
 Dtype = Literal["bfloat16", "float32"]
 # Prompts on which the other dtype's plain speed is tried.
 PROBE_PROMPTS = 2
-SPAN_STYLES = ("black on bright_green", "black on bright_cyan", "black on bright_yellow", "black on bright_magenta")
 
 
 def resolve_device(device: str) -> str:
@@ -102,72 +97,20 @@ def print_report(report: dict[str, Any]) -> None:
     lossless = report["lossless"]
     differing = lossless["prompts"] - lossless["identical"] - lossless["ties"]
     rows = {
-        "acceptance length tau": f"{_number(report['tau'])}  (95 %: {_number(report['tau_low'])} to "
-        f"{_number(report['tau_high'])}; {report['rounds']} rounds, {report['prompts']} prompts)",
-        "teacher-forced tau": _number(report["teacher_forced_tau"]),
+        "acceptance length tau": f"{show_number(report['tau'])}  (95 %: {show_number(report['tau_low'])} to "
+        f"{show_number(report['tau_high'])}; {report['rounds']} rounds, {report['prompts']} prompts)",
+        "teacher-forced tau": show_number(report["teacher_forced_tau"]),
         "tokens a second": f"{report['tokens_per_second']:.1f}  (plain: {report['baseline_tokens_per_second']:.1f}, "
         f"speed-up {report['speedup']:.2f}x)",
         "texts": f"{lossless['identical']} equal to plain greedy, {lossless['ties']} part at a tie, {differing} differ",
         "accepted lengths": "  ".join(f"{n}: {count}" for n, count in report["histogram"].items()),
     }
-    rows |= {f"tau, {family}": _number(tau) for family, tau in report["by_family"].items()}
+    rows |= {f"tau, {family}": show_number(tau) for family, tau in report["by_family"].items()}
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in rows.items():
         table.add_row(name, value)
     Console().print(table)
 
 
-def _number(value: float | None) -> str:
+def show_number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-def generate(
-    target: str,
-    drafter: Path,
-    prompt: str,
-    max_new_tokens: int = 256,
-    dtype: Dtype = "bfloat16",
-    device: str = "auto",
-    thinking: bool | None = None,
-) -> None:
-    """Answer one prompt and show which tokens each verify round committed, a colour a round.
-
-    The last token of each span is the target's own (the bonus), underlined; the others were drafted and accepted.
-
-    Args:
-        target: folder, hub name or .gguf file of the target.
-        drafter: exported folder, or a training checkpoint.
-        prompt: text of the user's turn.
-        max_new_tokens: length limit of the answer.
-        dtype: what target and drafter compute in.
-        device: where both run; auto takes a GPU if there is one.
-        thinking: the chat template's thinking switch.
-    """
-    device = resolve_device(device)
-    tokenizer = load_tokenizer(target)
-    model = load_target(target, dtype=getattr(torch, dtype), device=device)
-    draft_model = load_drafter(drafter, dtype=getattr(torch, dtype), device=device)
-    check_fits_target(draft_model.config, model.config.get_text_config())
-    row = PromptRow("prompt", [{"role": "user", "content": prompt}], bare=True, response=None, finish_reason="stop")
-    token_ids = prompt_token_ids(row, tokenizer, thinking)
-    limits = {"max_new_tokens": max_new_tokens, "stop_ids": stop_token_ids(model, tokenizer)}
-    console, styles = Console(), cycle(SPAN_STYLES)
-
-    def show(span: list[int]) -> None:
-        style = next(styles)
-        # A span that ends inside a character is shown with a placeholder; the text itself isn't affected.
-        drafted, bonus = tokenizer.decode(span[:-1]), tokenizer.decode(span[-1:])
-        console.print(Text(drafted, style=style) + Text(bonus, style=f"{style} underline"), end="")
-
-    run = speculative_decode(model, draft_model, token_ids, on_commit=show, **limits)
-    console.print()
-    plain = greedy_decode(model, token_ids, **limits)
-    seconds, plain_seconds = (r.prefill_seconds + r.decode_seconds for r in (run, plain))
-    speed, plain_speed_here = len(run.token_ids) / seconds, len(plain.token_ids) / plain_seconds
-    console.print(
-        f"{len(run.token_ids)} tokens in {len(run.committed)} rounds, acceptance length tau "
-        f"{_number(pooled_tau([run.committed]))}; {speed:.1f} tokens/s, plain greedy {plain_speed_here:.1f}: "
-        f"{speed / plain_speed_here:.2f}x; text {'equal to' if run.token_ids == plain.token_ids else 'differs from'} "
-        "plain greedy",
-        highlight=False,
-    )

@@ -1,0 +1,44 @@
+"""Exports the best checkpoint when training ends."""
+
+from pathlib import Path
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_warn
+
+from dflash_lightning.errors import ConfigError
+from dflash_lightning.export import check_free, export, parse_formats
+
+
+class ExportDrafter(Callback):
+    """Writes the best checkpoint as folders that servers load, one a format, on rank 0 at the end of `fit`.
+
+    "Best" is what the trainer's first `ModelCheckpoint` monitors. That the folders are free is checked before the first
+    step, so that hours of training don't end in a refusal.
+    """
+
+    def __init__(self, dirpath: str, formats: str = "zlab,transformers"):
+        """
+        Args:
+            dirpath: folder that gets one folder a format.
+            formats: separated by commas: zlab, transformers.
+
+        Raises:
+            ExportError: a format is unknown.
+        """
+        self.dirpath, self.formats = Path(dirpath), formats
+        self._names = [form.name for form in parse_formats(formats)]
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        if trainer.checkpoint_callback is None:
+            raise ConfigError("ExportDrafter exports the best checkpoint; add a ModelCheckpoint to the callbacks.")
+        if trainer.is_global_zero:
+            for name in self._names:
+                check_free(self.dirpath / name)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        best = trainer.checkpoint_callback.best_model_path
+        if not best:
+            rank_zero_warn("ExportDrafter: no checkpoint was saved, so nothing is exported.")
+        elif trainer.is_global_zero:
+            export(Path(best), self.dirpath, self.formats)
