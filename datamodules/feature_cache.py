@@ -58,7 +58,8 @@ class MicroBatchDataset(Dataset[ContextBatch]):
 
     def __getitem__(self, plan: MicroBatch) -> ContextBatch:
         samples = [self.cache.read(index) for index in plan.samples]
-        draw = partial(sample_anchors, num_anchors=self.num_anchors, seed=self.seed, epoch=plan.epoch)
+        num_anchors = self.num_anchors if plan.anchors_in_step else 0
+        draw = partial(sample_anchors, num_anchors=num_anchors, seed=self.seed, epoch=plan.epoch)
         anchors = [draw(sample.loss_mask, sample_id=sample.sample_id) for sample in samples]
         return collate(samples, anchors, num_anchors=self.num_anchors, anchors_in_step=plan.anchors_in_step)
 

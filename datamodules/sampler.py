@@ -91,17 +91,22 @@ class StepSampler(Sampler[MicroBatch]):
 
 
 class ValidationSampler(Sampler[MicroBatch]):
-    """Every sample once, in order; ranks take turns. Counts may differ by one between ranks, as validation joins no
-    collective before its end."""
+    """Every sample once, in order; ranks take turns.
+
+    Every rank gets the same number of batches, since ranks may meet in collectives in each. What is missing in the last
+    round is filled with micro-batches of no anchor, which count for nothing.
+    """
 
     def __init__(
         self, samples: np.ndarray, anchors: np.ndarray, *, batch_size: int, rank: int = 0, world_size: int = 1
     ):
         starts = range(0, len(samples), batch_size)
-        self.batches = [
+        batches = [
             MicroBatch(tuple(samples[i : i + batch_size].tolist()), None, int(anchors[i : i + batch_size].sum()))
             for i in starts
-        ][rank::world_size]
+        ]
+        batches += [MicroBatch(batches[0].samples[:1], None, 0)] * (-len(batches) % world_size)
+        self.batches = batches[rank::world_size]
 
     def __len__(self) -> int:
         return len(self.batches)

@@ -104,7 +104,13 @@ def test_golden_steps(strategy, smollm2_folder, expected, initial, batches):
     check_config(module.drafter_config, expected["drafter"])
     logger, rates = RecordSteps(), LearningRates()
     trainer = make_trainer(
-        strategy, max_steps=300, limit_train_batches=5, gradient_clip_val=1.0, logger=logger, callbacks=[rates]
+        strategy,
+        max_epochs=1,
+        max_steps=300,
+        limit_train_batches=5,
+        gradient_clip_val=1.0,
+        logger=logger,
+        callbacks=[rates],
     )
     trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
 

@@ -14,18 +14,13 @@ from training_helpers import (
     GivenSample,
     Job,
     Outcome,
-    RecordNorms,
-    RecordSteps,
-    make_trainer,
     random_sample,
-    run_job,
     write_cache,
 )
 
-from datamodules import FeatureCacheDataModule
 from dflash_lightning.config import DrafterSettings
 from dflash_lightning.losses import LossSettings
-from dflash_lightning.module import DFlashModule, OptimizerSettings
+from dflash_lightning.module import OptimizerSettings
 
 TESTS = Path(__file__).parent
 BLOCK_SIZE, LAYERS, HIDDEN = 4, [1, 3], 32
@@ -65,9 +60,8 @@ def job(llama_folder) -> Job:
         optimizer=OPTIMIZER,
         initial=make_drafter(load_tiny(llama_folder), block_size=BLOCK_SIZE, scale=3.0).state_dict(),
         steps=given_steps(),
+        max_steps=len(ANCHORS_OF_STEPS),
         clip=CLIP,
-        strategy="plain",
-        accumulation=1,
     )
 
 
@@ -112,12 +106,13 @@ def naive(job, llama_folder) -> Outcome:
         optimizer.step()
         reported.append(loss.item())
     assert max(norms) > CLIP  # clipping is part of what is compared
-    return Outcome(drafter.state_dict(), reported, norms)
+    return Outcome(drafter.state_dict(), reported, norms, [])
 
 
 def assert_same(outcome: Outcome, naive: Outcome, initial: dict[str, torch.Tensor]) -> None:
-    assert outcome.reported == pytest.approx(naive.reported, rel=1e-5)
-    if outcome.gradient_norms:  # only DeepSpeed keeps them
+    if outcome.reported:  # rank 0 has the logger
+        assert outcome.reported == pytest.approx(naive.reported, rel=1e-5)
+    if outcome.gradient_norms and naive.gradient_norms:  # only DeepSpeed keeps them
         assert outcome.gradient_norms == pytest.approx(naive.gradient_norms, rel=1e-5)
     assert outcome.weights.keys() == naive.weights.keys()
     for name, expected in naive.weights.items():
@@ -129,12 +124,13 @@ def assert_same(outcome: Outcome, naive: Outcome, initial: dict[str, torch.Tenso
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(("strategy", "accumulation"), [("plain", 4), ("plain", 1), ("zero2", 4), ("zero2", 1)])
 def test_one_process_equals_the_naive_loop(job, naive, strategy, accumulation):
-    outcome = run_job(replace(job, strategy=strategy, accumulation=accumulation))
+    outcome = replace(job, strategy=strategy, accumulation=accumulation).run()
     assert_same(outcome, naive, job.initial)
-    assert len(outcome.gradient_norms) == (len(job.steps) if strategy == "zero2" else 0)
+    assert len(outcome.reported) == job.max_steps
+    assert len(outcome.gradient_norms) == (job.max_steps if strategy == "zero2" else 0)
 
 
-def torchrun(jobs: dict[str, Job], folder: Path) -> list[dict[str, Outcome]]:
+def torchrun(jobs: dict[tuple, Job], folder: Path) -> list[dict[tuple, Outcome]]:
     """Outcomes by job, for each of two ranks."""
     torch.save(jobs, folder / "jobs.pt")
     worker = [str(TESTS / "train_worker.py"), str(folder / "jobs.pt"), str(folder)]
@@ -145,66 +141,88 @@ def torchrun(jobs: dict[str, Job], folder: Path) -> list[dict[str, Outcome]]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(job, tmp_path_factory) -> list[dict[str, Outcome]]:
-    """Every job of two ranks, in one launch."""
-    jobs = {
-        f"{strategy} x {accumulation}": replace(job, strategy=strategy, accumulation=accumulation, devices=2)
-        for strategy, accumulation in (("ddp", 2), ("zero2", 2), ("zero2", 1), ("zero1", 2))
-    }
-    return torchrun(jobs, tmp_path_factory.mktemp("ranks"))
-
-
-@pytest.mark.parametrize("name", ["ddp x 2", "zero2 x 2", "zero2 x 1", "zero1 x 2"])
-def test_two_ranks_equal_the_naive_loop(two_ranks, job, naive, name):
-    for outcomes in two_ranks:
-        assert_same(outcomes[name], naive, job.initial)
-    first, second = (outcomes[name] for outcomes in two_ranks)
-    assert all(torch.equal(first.weights[key], second.weights[key]) for key in first.weights)
-
-
-@pytest.fixture(scope="module")
 def cache(llama_folder, tmp_path_factory) -> Path:
     samples = [random_sample(f"s{i}", 14 + i, 3, len(LAYERS) * HIDDEN, seed=i) for i in range(17)]
     path = tmp_path_factory.mktemp("cache") / "cache"
     return write_cache(path, samples, target=llama_folder, layer_ids=LAYERS, hidden_size=HIDDEN)
 
 
-def fit(job: Job, cache: Path, folder: Path, *, seed: int, resume: Path | None = None) -> Outcome:
-    """Seven steps of 2 x 2 samples, so 4 steps an epoch, with a checkpoint after each."""
-    torch.manual_seed(seed)
-    module = DFlashModule(job.target, job.drafter, job.loss, OptimizerSettings(lr=0.01))
-    logger, norms = RecordSteps(), RecordNorms()
-    checkpoints = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
-    trainer = make_trainer(
-        "zero2",
-        max_epochs=-1,
-        max_steps=7,
-        accumulate_grad_batches=2,
-        gradient_clip_val=CLIP,
-        enable_checkpointing=True,
-        logger=logger,
-        callbacks=[norms, checkpoints],
-    )
-    data = FeatureCacheDataModule(str(cache), batch_size=2, num_anchors=3, validation_fraction=0.0)
-    trainer.fit(module, datamodule=data, ckpt_path=resume)
-    assert trainer.global_step == 7
-    weights = {name: tensor.detach().clone() for name, tensor in module.drafter.state_dict().items()}
-    return Outcome(weights, logger.values("train/loss"), norms.seen)
+@pytest.fixture(scope="module")
+def from_cache(job, cache) -> Job:
+    """Six steps of 4 samples, drawn by the data module, 4 steps an epoch; the one sample held back is one batch of
+    validation after each epoch."""
+    data = {"cache": str(cache), "batch_size": 4, "num_anchors": 3, "validation_fraction": 0.1}
+    return replace(job, steps=None, data=data, max_steps=6)
+
+
+GIVEN = [("ddp", 2), ("zero2", 2), ("zero2", 1), ("zero1", 2)]
+DRAWN = [("zero2", 2), ("zero3", 1)]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(job, from_cache, tmp_path_factory) -> list[dict[tuple, Outcome]]:
+    """Every job of two ranks, in one launch."""
+    jobs = {}
+    for name, accumulation in GIVEN:
+        jobs["given", name, accumulation] = replace(job, strategy=name, accumulation=accumulation, devices=2)
+    for name, accumulation in DRAWN:
+        cut = from_cache.data | {"batch_size": 2 // accumulation}
+        jobs["drawn", name, accumulation] = replace(
+            from_cache, data=cut, strategy=name, accumulation=accumulation, devices=2
+        )
+    return torchrun(jobs, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize(("strategy", "accumulation"), GIVEN)
+def test_two_ranks_equal_the_naive_loop(two_ranks, job, naive, strategy, accumulation):
+    first, second = (outcomes["given", strategy, accumulation] for outcomes in two_ranks)
+    for outcome in (first, second):
+        assert_same(outcome, naive, job.initial)
+    assert len(first.reported) == job.max_steps
+    assert all(torch.equal(first.weights[key], second.weights[key]) for key in first.weights)
+
+
+@pytest.fixture(scope="module")
+def drawn_by_one(from_cache) -> Outcome:
+    return from_cache.run()
+
+
+@pytest.mark.parametrize(("strategy", "accumulation"), DRAWN)
+def test_two_ranks_of_the_data_module_equal_one(two_ranks, from_cache, drawn_by_one, strategy, accumulation):
+    """Down to the metrics of a validation in which one rank has nothing to do."""
+    first, second = (outcomes["drawn", strategy, accumulation] for outcomes in two_ranks)
+    assert len(drawn_by_one.validation) == 1
+    for outcome in (first, second):
+        if strategy != "zero3":  # which keeps but a part of the weights on each rank
+            assert_same(outcome, drawn_by_one, from_cache.initial)
+    # Rank 0 has the logger.
+    assert first.reported == pytest.approx(drawn_by_one.reported, rel=1e-5)
+    assert first.validation[0] == pytest.approx(drawn_by_one.validation[0], rel=1e-4, nan_ok=True)
 
 
 @pytest.mark.usefixtures("process_group")
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(job, cache, tmp_path):
-    whole = fit(job, cache, tmp_path / "whole", seed=0)
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(from_cache, tmp_path):
+    # Seven steps of 2 x 2 samples, 4 steps an epoch, with a checkpoint after each.
+    cut = from_cache.data | {"batch_size": 2, "validation_fraction": 0.0}
+    job = replace(from_cache, data=cut, max_steps=7, strategy="zero2", accumulation=2)
+    # A resumed run must take its weights from the checkpoint.
+    stranger = replace(job, initial={name: torch.zeros_like(tensor) for name, tensor in job.initial.items()})
+
+    def run(job, folder, resume=None):
+        saving = ModelCheckpoint(tmp_path / folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+        return job.run(resume=resume, enable_checkpointing=True, callbacks=[saving])
+
+    whole = run(job, "whole")
     assert len(whole.gradient_norms) == 7
     cuts = {
-        "middle of the first epoch": tmp_path / "whole" / "step=2.ckpt",
-        "the same epoch again": tmp_path / "middle of the first epoch" / "step=3.ckpt",
-        "end of the epoch": tmp_path / "whole" / "step=4.ckpt",
-        "middle of the second epoch": tmp_path / "whole" / "step=6.ckpt",
+        "middle of the first epoch": "whole/step=2.ckpt",
+        "the same epoch again": "middle of the first epoch/step=3.ckpt",
+        "end of the epoch": "whole/step=4.ckpt",
+        "middle of the second epoch": "whole/step=6.ckpt",
     }
     for name, checkpoint in cuts.items():
-        done = int(checkpoint.stem.split("=")[1])
-        resumed = fit(job, cache, tmp_path / name, seed=1, resume=checkpoint)
+        resumed = run(stranger, name, tmp_path / checkpoint)
+        done = int(checkpoint.removesuffix(".ckpt")[-1])
         assert resumed.gradient_norms == whole.gradient_norms[done:], name
         assert resumed.reported == whole.reported[done:], name
         for key, weight in whole.weights.items():

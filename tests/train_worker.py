@@ -5,10 +5,8 @@ import os
 import sys
 
 import torch
-from training_helpers import run_job
-
 if __name__ == "__main__":
     jobs_file, output = sys.argv[1:]
     torch.set_num_threads(1)
-    outcomes = {name: run_job(job) for name, job in torch.load(jobs_file, weights_only=False).items()}
+    outcomes = {name: job.run() for name, job in torch.load(jobs_file, weights_only=False).items()}
     torch.save(outcomes, f"{output}/rank{os.environ['RANK']}.pt")

@@ -1,13 +1,15 @@
 """Short trainings for the tests, in one process or under torchrun."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.loggers import Logger
 
+from datamodules import FeatureCacheDataModule
 from datamodules.feature_cache import collate
 from dflash_lightning.cache import CacheManifest, Sample, create_or_join
 from dflash_lightning.config import DrafterSettings
@@ -50,7 +52,7 @@ class RecordNorms(L.Callback):
 
 def make_trainer(strategy: str, **options) -> L.Trainer:
     """A silent CPU trainer; ``strategy`` is plain (one process), ddp, or zero0 to zero3."""
-    options = {"max_epochs": 1, "log_every_n_steps": 1, "enable_checkpointing": False, "logger": False, **options}
+    options = {"max_epochs": -1, "log_every_n_steps": 1, "enable_checkpointing": False, "logger": False, **options}
     return L.Trainer(
         accelerator="cpu",
         precision="32-true",
@@ -141,46 +143,55 @@ class DealtData(L.LightningDataModule):
         return torch.utils.data.DataLoader(dealt, batch_size=None)
 
 
-@dataclass(frozen=True)
+@dataclass
+class Outcome:
+    """What a training ended with, on this rank."""
+
+    weights: dict[str, torch.Tensor]
+    reported: list[float]
+    gradient_norms: list[float]
+    validation: list[dict[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
-    """A short training of given steps, cut in some way."""
+    """A short training, cut in some way. ``steps`` are given optimizer steps; without them ``data`` are the arguments
+    of the data module."""
 
     target: str
     drafter: DrafterSettings
     loss: LossSettings
     optimizer: OptimizerSettings
     initial: dict[str, torch.Tensor]
-    steps: list[list[GivenSample]]
+    steps: list[list[GivenSample]] | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+    max_steps: int
     clip: float
-    strategy: str
-    accumulation: int
+    strategy: str = "plain"
+    accumulation: int = 1
     devices: int = 1
 
-
-@dataclass
-class Outcome:
-    """What a training ended with, on each rank."""
-
-    weights: dict[str, torch.Tensor]
-    reported: list[float]
-    gradient_norms: list[float]
-
-
-def run_job(job: Job) -> Outcome:
-    module = DFlashModule(job.target, job.drafter, job.loss, job.optimizer)
-    module.configure_model()
-    module.drafter.load_state_dict(job.initial)
-    logger, norms = RecordSteps(), RecordNorms()
-    trainer = make_trainer(
-        job.strategy,
-        devices=job.devices,
-        max_steps=len(job.steps),
-        accumulate_grad_batches=job.accumulation,
-        gradient_clip_val=job.clip,
-        logger=logger,
-        callbacks=[norms],
-    )
-    trainer.fit(module, datamodule=DealtData(job.steps))
-    assert trainer.global_step == len(job.steps)
-    weights = {name: tensor.detach().clone() for name, tensor in module.drafter.state_dict().items()}
-    return Outcome(weights, logger.values("train/loss"), norms.seen)
+    def run(self, *, resume: Path | None = None, callbacks=(), **options) -> Outcome:
+        module = DFlashModule(self.target, self.drafter, self.loss, self.optimizer)
+        module.configure_model()
+        module.drafter.load_state_dict(self.initial)
+        logger, norms = RecordSteps(), RecordNorms()
+        trainer = make_trainer(
+            self.strategy,
+            devices=self.devices,
+            max_steps=self.max_steps,
+            accumulate_grad_batches=self.accumulation,
+            gradient_clip_val=self.clip,
+            logger=logger,
+            callbacks=[norms, *callbacks],
+            **options,
+        )
+        data = DealtData(self.steps) if self.steps else FeatureCacheDataModule(**self.data)
+        trainer.fit(module, datamodule=data, ckpt_path=resume)
+        assert trainer.global_step == self.max_steps
+        return Outcome(
+            weights={name: tensor.detach().clone() for name, tensor in module.drafter.state_dict().items()},
+            reported=logger.values("train/loss"),
+            gradient_norms=norms.seen,
+            validation=[metrics for _, metrics in logger.logged if "val/loss" in metrics],
+        )
