@@ -165,6 +165,21 @@ def test_an_unknown_model_type_is_refused(llama_folder, tmp_path):
         load_target(str(folder), dtype=torch.float32)
 
 
+def test_damaged_files_are_refused_and_named(llama_folder, tmp_path):
+    folder = copy(llama_folder, tmp_path / "damaged")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_size": "wide"}))
+    with pytest.raises(TargetError, match=r"configuration can't be loaded.*hidden_size"):
+        target_text_config(str(folder))
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(TargetError, match="weights can't be loaded"):
+        load_target(str(folder), dtype=torch.float32)
+    with pytest.raises(TargetError, match="tables can't be loaded"):
+        load_tables(str(folder), dtype=torch.float32)
+
+
 def test_a_hub_name_out_of_reach_is_one_message(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(TargetError, match=r"'nobody/nothing'.*check the name"):

@@ -6,13 +6,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from dflash_lightning.errors import TargetError
 
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+
+# What transformers, safetensors and the hub's configuration checks raise about files that they can't use.
+UNUSABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    NotImplementedError,
+    ImportError,
+    SafetensorError,
+    StrictDataclassError,
+)
 
 
 @dataclass(frozen=True)
@@ -116,9 +127,9 @@ def loading(what: str, files: TargetFiles) -> Iterator[None]:
     try:
         with quiet_transformers():
             yield
-    except (OSError, ValueError, KeyError, NotImplementedError, ImportError, SafetensorError) as error:
+    except UNUSABLE as error:
         reason = " ".join(str(error).split())
         raise TargetError(
-            f"Target {files.name!r}: its {what} can't be loaded from {place}: {reason} "
+            f"Target {files.name!r}: its {what} can't be loaded from {place}: {reason.rstrip('.')}. "
             "Expected a causal language model that this version of transformers supports."
         ) from error

@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 
 from dflash_lightning.errors import TargetError
-from dflash_lightning.target.files import TargetFiles, find_target
+from dflash_lightning.target.files import TargetFiles, find_target, loading
 from dflash_lightning.target.loading import config_of, load_target
 
 EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
@@ -32,19 +32,27 @@ def load_tables(name: str, *, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
         return _from_model(name, dtype)
     config = config_of(files)
     hidden_size = config.get_text_config().hidden_size
+    tied = getattr(config, "tie_word_embeddings", False)
+    with loading("tables", files):
+        found = _stored_tables(files, hidden_size, tied)
+    if found is None:
+        return _from_model(name, dtype)
+    embedding, head = found
+    if tied and torch.equal(embedding, head):
+        embedding = head = embedding.to(dtype)
+    return embedding.to(dtype), head.to(dtype)
+
+
+def _stored_tables(files: TargetFiles, hidden_size: int, tied: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The two tables as they are stored, or None if it isn't plain which tensors they are."""
     where = _tensor_files(files)
     embedding = _find(where, EMBEDDING_NAMES, hidden_size)
     head = _find(where, HEAD_NAMES, hidden_size)
-    tied = getattr(config, "tie_word_embeddings", False)
     has_bias = any(tensor.endswith("lm_head.bias") for tensor in where)
     if embedding is None or (head is None and not tied) or has_bias:
-        return _from_model(name, dtype)
-    embedding_table = _read(where, embedding)
-    head_table = embedding_table if head is None else _read(where, head)
-    if tied and torch.equal(embedding_table, head_table):
-        head_table = embedding_table
-    embedding_table, head_is_embedding = embedding_table.to(dtype), head_table is embedding_table
-    return embedding_table, embedding_table if head_is_embedding else head_table.to(dtype)
+        return None
+    table = _read(where, embedding)
+    return table, table if head is None else _read(where, head)
 
 
 def _from_model(name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
