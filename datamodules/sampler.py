@@ -74,10 +74,8 @@ class StepSampler(Sampler[MicroBatch]):
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """Micro-batches of this rank from ``start`` on. A resume sets ``start``; it holds for one epoch only."""
+        # Taken with the first batch: a loader with workers calls iter() twice before it asks for one.
         start, self.start = self.start, 0
-        return self._micro_batches(start)
-
-    def _micro_batches(self, start: int) -> Iterator[MicroBatch]:
         order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.samples))
         for index in range(start, len(self)):
             step, micro = divmod(index, self.accumulation)

@@ -208,18 +208,21 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(from_cache, tmp_
     # A resumed run must take its weights from the checkpoint.
     stranger = replace(job, initial={name: torch.zeros_like(tensor) for name, tensor in job.initial.items()})
 
-    def run(job, folder, resume=None):
-        saving = ModelCheckpoint(tmp_path / folder, "{step}", every_n_train_steps=1, save_top_k=-1)
-        return job.run(resume=resume, enable_checkpointing=True, callbacks=[saving])
-
-    whole = run(job, "whole")
-    assert len(whole.gradient_norms) == 7
     cuts = {
         "middle of the first epoch": "whole/step=2.ckpt",
         "the same epoch again": "middle of the first epoch/step=3.ckpt",
         "end of the epoch": "whole/step=4.ckpt",
         "middle of the second epoch": "whole/step=6.ckpt",
     }
+
+    def run(job, folder, resume=None):
+        if folder not in {checkpoint.split("/")[0] for checkpoint in cuts.values()}:
+            return job.run(resume=resume)
+        saving = ModelCheckpoint(tmp_path / folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+        return job.run(resume=resume, enable_checkpointing=True, callbacks=[saving])
+
+    whole = run(job, "whole")
+    assert len(whole.gradient_norms) == 7
     for name, checkpoint in cuts.items():
         resumed = run(stranger, name, tmp_path / checkpoint)
         done = int(checkpoint.removesuffix(".ckpt")[-1])
