@@ -68,7 +68,8 @@ class DecodedAcceptance(Callback):
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:
         if not trainer.sanity_checking:
-            pl_module.log_dict(self._decode(trainer, pl_module))
+            # Every rank has the same values; sync_dist only tells Lightning so.
+            pl_module.log_dict(self._decode(trainer, pl_module), sync_dist=True)
 
     def _decode(self, trainer: L.Trainer, pl_module: DFlashModule) -> dict[str, float]:
         mine = [

@@ -168,7 +168,7 @@ class DFlashModule(L.LightningModule):
     def on_train_batch_end(self, _outputs: Any, _batch: ContextBatch, batch_index: int) -> None:
         step = self.trainer.global_step
         ends_step = (batch_index + 1) % self.trainer.accumulate_grad_batches == 0
-        if ends_step and (step == 1 or step % self.trainer.log_every_n_steps == 0):
+        if ends_step and step % self.trainer.log_every_n_steps == 0:
             self._log_metrics(self.train_metrics, "train")
 
     def validation_step(self, batch: ContextBatch, _batch_index: int) -> None:
@@ -179,8 +179,9 @@ class DFlashModule(L.LightningModule):
         self._log_metrics(self.val_metrics, "val")
 
     def _log_metrics(self, metrics: BlockMetrics, prefix: str) -> None:
-        # compute() sums the counts over all ranks: one number, not one rank's.
-        self.log_dict({f"{prefix}/{name}": value for name, value in metrics.compute().items()}, rank_zero_only=False)
+        # compute() sums the counts over all ranks: one number, not one rank's. sync_dist only tells Lightning so.
+        values = {f"{prefix}/{name}": value for name, value in metrics.compute().items()}
+        self.log_dict(values, sync_dist=prefix == "val")
         metrics.reset()
 
     def configure_optimizers(self) -> dict[str, Any]:

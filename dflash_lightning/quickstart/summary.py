@@ -1,0 +1,108 @@
+"""What the quickstart measured, for programs (``summary.json``) and for people."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from dflash_lightning.cache import describe
+
+
+def _column(rows: list[dict[str, str]], name: str) -> list[float]:
+    return [float(row[name]) for row in rows if row.get(name)]
+
+
+def training_figures(metrics: Path) -> dict[str, Any]:
+    """Steps, speed and loss of a training run from its ``metrics.csv``."""
+    with metrics.open() as file:
+        rows = list(csv.DictReader(file))
+    losses = _column(rows, "train/loss")
+    labels, seconds = _column(rows, "perf/label_tokens")[-1], _column(rows, "perf/training_seconds")[-1]
+    return {
+        "steps": int(max(int(row["step"]) for row in rows)),
+        "label_tokens_per_second": labels / seconds,
+        "seconds": seconds,
+        "loss_first": losses[0],
+        "loss_last": losses[-1],
+        "data_wait_share": sum(_column(rows, "perf/data_wait_share")) / len(_column(rows, "perf/data_wait_share")),
+    }
+
+
+def make_summary(
+    run: Path, *, seconds: dict[str, float], float32: dict[str, Any], transformers_check: dict[str, Any]
+) -> dict[str, Any]:
+    """Collect the figures of a finished run folder."""
+    validation = json.loads((run / "evaluation.json").read_text())
+    first = json.loads((run / "logs" / "decoding.jsonl").read_text().splitlines()[0])
+    validation["tau_before"] = first["tau"]
+    validation["lossless_float32"] = float32
+    cache = describe(run / "cache")
+    return {
+        "target": str(run / "target"),
+        "seconds": seconds,
+        "cache": {key: cache[key] for key in ("tokens", "bytes", "bytes_per_token")},
+        "train": training_figures(run / "logs" / "metrics.csv"),
+        "validation": validation,
+        "transformers_check": transformers_check,
+    }
+
+
+def print_summary(run: Path, summary: dict[str, Any]) -> None:
+    """The summary as a reader wants it: what was measured, where things are, what to do next."""
+    validation, train, check = summary["validation"], summary["train"], summary["transformers_check"]
+    lossless, exact = validation["lossless"], validation["lossless_float32"]
+    measured = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in (
+        (
+            "acceptance length tau",
+            f"{validation['tau']:.2f} (95 % {validation['tau_low']:.2f} to {validation['tau_high']:.2f}) on "
+            f"{validation['prompts']} held-out prompts; {validation['tau_before']:.2f} before training",
+        ),
+        (
+            "speed",
+            f"{validation['tokens_per_second']:.1f} tokens/s against {validation['baseline_tokens_per_second']:.1f} "
+            f"plain: {validation['speedup']:.2f}x",
+        ),
+        (
+            "lossless, bf16",
+            f"{lossless['identical']} of {lossless['prompts']} texts equal to plain greedy, {lossless['ties']} part at "
+            "a tie",
+        ),
+        ("lossless, float32", f"{exact['identical']} of {exact['prompts']} texts equal to plain greedy"),
+        (
+            "served by transformers",
+            f"{check['identical']} of {check['prompts']} texts equal to ours, tau {check['tau']:.2f} (ours on these: "
+            f"{check['tau_ours']:.2f})",
+        ),
+        (
+            "training",
+            f"{train['steps']} steps in {train['seconds']:.0f} s, {train['label_tokens_per_second']:,.0f} label "
+            f"tokens/s, loss {train['loss_first']:.2f} -> {train['loss_last']:.2f}",
+        ),
+        (
+            "cache",
+            f"{summary['cache']['tokens']:,} tokens, {summary['cache']['bytes'] / 1e6:,.0f} MB, "
+            f"{summary['cache']['bytes_per_token']:,.0f} bytes a token",
+        ),
+        ("seconds", ", ".join(f"{name} {value:.0f}" for name, value in summary["seconds"].items())),
+    ):
+        measured.add_row(name, value)
+    console = Console()
+    console.print(Panel(measured, title="measured", title_align="left"))
+    places = Table(show_header=False, box=None, pad_edge=False)
+    places.add_row("drafter for vLLM, SGLang, llama.cpp", str(run / "export" / "zlab"))
+    places.add_row("drafter for transformers", str(run / "export" / "transformers"))
+    places.add_row("best and last checkpoint", str(run / "checkpoints"))
+    places.add_row("all figures", str(run / "summary.json"))
+    places.add_row("curves", f"tensorboard --logdir {run / 'logs'}")
+    places.add_row(
+        "another prompt",
+        f"dflash-lightning generate --target {run / 'target'} --drafter {run / 'export' / 'zlab'} "
+        '--prompt "Write the multiplication table of 12 from 1 to 10."',
+    )
+    places.add_row("your own target and prompts", 'README.md, "Your own drafter"')
+    console.print(Panel(places, title="where things are, and what next", title_align="left"))
