@@ -10,6 +10,7 @@ from dflash_lightning.module import DFlashModule
 
 # Said by the libraries about each other; nothing that a user could act on.
 HARMLESS_WARNINGS = (
+    r"LightningCLI's args parameter is intended.*",
     r".*`isinstance\(treespec, LeafSpec\)` is deprecated.*",
     r".*is not supported by the model summary.*",
     r".*Experiment logs directory .* exists and is not empty.*",

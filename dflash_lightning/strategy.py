@@ -31,7 +31,6 @@ class DFlashDeepSpeedStrategy(DeepSpeedStrategy):
         offload_optimizer: bool = False,
         bucket_size: int = 200_000_000,
         timeout_minutes: float = 30.0,
-        **lightning: Any,
     ):
         """
         Args:
@@ -39,7 +38,6 @@ class DFlashDeepSpeedStrategy(DeepSpeedStrategy):
             offload_optimizer: keep optimizer state and its step on the host.
             bucket_size: elements a communication bucket holds.
             timeout_minutes: how long a rank waits for the others in a collective before it gives up.
-            lightning: set by Lightning itself (accelerator, parallel devices, cluster environment, precision).
         """
         if stage not in (0, 1, 2, 3):
             raise ConfigError(f"ZeRO stage is {stage}; expected 0, 1, 2 or 3.")
@@ -51,7 +49,6 @@ class DFlashDeepSpeedStrategy(DeepSpeedStrategy):
             # Lightning's "auto" reads the loader's batch size, which a loader of planned batches doesn't have.
             logging_batch_size_per_gpu=1,
             timeout=timedelta(minutes=timeout_minutes),
-            **lightning,
         )
 
     @property

@@ -1,6 +1,5 @@
 """What the quickstart measured, for programs (``summary.json``) and for people."""
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -8,27 +7,31 @@ from typing import Any
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dflash_lightning.cache import describe
 
 
-def _column(rows: list[dict[str, str]], name: str) -> list[float]:
-    return [float(row[name]) for row in rows if row.get(name)]
+def training_figures(logs: Path) -> dict[str, Any]:
+    """Steps, speed and loss of a training run, from its TensorBoard events: they survive a resume."""
+    events = EventAccumulator(str(logs), size_guidance={"scalars": 0})
+    events.Reload()
 
+    def values(name: str) -> list[float]:
+        return [event.value for event in events.Scalars(name)]
 
-def training_figures(metrics: Path) -> dict[str, Any]:
-    """Steps, speed and loss of a training run from its ``metrics.csv``."""
-    with metrics.open() as file:
-        rows = list(csv.DictReader(file))
-    losses = _column(rows, "train/loss")
-    labels, seconds = _column(rows, "perf/label_tokens")[-1], _column(rows, "perf/training_seconds")[-1]
+    labels, seconds, waits = (
+        values(f"perf/{name}") for name in ("label_tokens", "training_seconds", "data_wait_share")
+    )
+    losses = events.Scalars("train/loss")
     return {
-        "steps": int(max(int(row["step"]) for row in rows)),
-        "label_tokens_per_second": labels / seconds,
-        "seconds": seconds,
-        "loss_first": losses[0],
-        "loss_last": losses[-1],
-        "data_wait_share": sum(_column(rows, "perf/data_wait_share")) / len(_column(rows, "perf/data_wait_share")),
+        # Lightning numbers steps from 0.
+        "steps": losses[-1].step + 1,
+        "label_tokens_per_second": labels[-1] / seconds[-1],
+        "seconds": seconds[-1],
+        "loss_first": losses[0].value,
+        "loss_last": losses[-1].value,
+        "data_wait_share": sum(waits) / len(waits),
     }
 
 
@@ -45,7 +48,7 @@ def make_summary(
         "target": str(run / "target"),
         "seconds": seconds,
         "cache": {key: cache[key] for key in ("tokens", "bytes", "bytes_per_token")},
-        "train": training_figures(run / "logs" / "metrics.csv"),
+        "train": training_figures(run / "logs"),
         "validation": validation,
         "transformers_check": transformers_check,
     }
