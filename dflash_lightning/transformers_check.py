@@ -12,6 +12,7 @@ from transformers.generation import BaseStreamer
 
 from dflash_lightning.errors import ExportError
 from dflash_lightning.export import check_fits_target, read_drafter
+from dflash_lightning.export.muse_assistant import TRANSFORMERS
 from dflash_lightning.target.files import quiet_transformers
 
 
@@ -119,14 +120,13 @@ def check_with_transformers(
     Raises:
         ExportError: there is no such drafter, or it was made for another target.
     """
-    check_fits_target(read_drafter(folder).config, target.config.get_text_config())
-    try:
-        with quiet_transformers():
-            assistant = AutoModel.from_pretrained(folder, dtype=target.dtype)
-    except ValueError as error:
-        raise ExportError(
-            f"transformers can't load {folder}: {error} Give a folder of the format transformers."
-        ) from error
+    source = read_drafter(folder)
+    if source.form is not TRANSFORMERS:
+        found = source.form.name if source.form else "a training checkpoint"
+        raise ExportError(f"{folder} is {found}; transformers generates with a folder of the format transformers only.")
+    check_fits_target(source.config, target.config.get_text_config())
+    with quiet_transformers():
+        assistant = AutoModel.from_pretrained(folder, dtype=target.dtype)
     assistant = assistant.eval().to(target.device)
     identical, committed = 0, []
     for prompt, text in zip(prompts, texts, strict=True):

@@ -34,6 +34,7 @@ class DrafterSource:
         tokens: the target's special token ids; None in a training checkpoint, which doesn't hold them.
         provenance: what is known of its making; None for somebody else's folder.
         target_path: how its training run called the target; None for an exported folder.
+        form: the exported folder's format; None for a training checkpoint.
     """
 
     config: DrafterConfig
@@ -41,6 +42,7 @@ class DrafterSource:
     tokens: TokenIds | None
     provenance: Provenance | None
     target_path: str | None
+    form: Format | None
 
 
 def read_drafter(path: str | Path) -> DrafterSource:
@@ -59,6 +61,7 @@ def read_drafter(path: str | Path) -> DrafterSource:
             tokens=None,
             provenance=Provenance.of_checkpoint(checkpoint),
             target_path=checkpoint.target_path,
+            form=None,
         )
     if not path.is_dir():
         raise ExportError(f"There is no drafter at {path}; expected a folder that `export` wrote, or a checkpoint.")
@@ -137,7 +140,7 @@ def _read_folder(path: Path) -> DrafterSource:
     check_tensors(weights, config, str(path / WEIGHTS_FILE))
     metadata = path / METADATA_FILE
     provenance = Provenance.from_dict(read_json(metadata)) if metadata.is_file() else None
-    return DrafterSource(config, weights, tokens, provenance, target_path=None)
+    return DrafterSource(config, weights, tokens, provenance, target_path=None, form=form)
 
 
 def read_json(path: Path) -> dict[str, Any]:
