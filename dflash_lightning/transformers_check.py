@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -16,15 +16,19 @@ from dflash_lightning.export.muse_assistant import TRANSFORMERS
 from dflash_lightning.target.files import quiet_transformers
 
 
-class TransformersCheck(TypedDict):
-    """What transformers made of an exported drafter."""
+@dataclass(frozen=True)
+class TransformersCheck:
+    """What transformers made of an exported drafter.
+
+    Attributes:
+        tau: tokens committed by verify rounds / verify rounds, over all prompts; None without any round.
+        identical: texts equal to ours, token for token.
+        prompts: texts compared.
+    """
 
     tau: float | None
-    """Tokens committed by verify rounds / verify rounds, over all prompts; None without any round."""
     identical: int
-    """Texts equal to ours, token for token."""
     prompts: int
-    """Texts compared."""
 
 
 class CountRounds(BaseStreamer):

@@ -14,19 +14,10 @@ from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import ExportError
 from dflash_lightning.evaluation import pooled_tau
 from dflash_lightning.export import export_drafter
-from dflash_lightning.transformers_check import check_with_transformers, generate_with_transformers
+from dflash_lightning.transformers_check import TransformersCheck, check_with_transformers, generate_with_transformers
 
 NO_OFFICIAL = "the official package isn't installed: pip install --no-deps dflash==0.1.0 (make setup does)"
 LIMIT = 22
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Thousands of tiny operations: threads that wait for each other cost more than they bring."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -130,20 +121,15 @@ def test_transformers_gives_the_same_text_and_tau(trained, tmp_path, stop_ids): 
     runs = [speculative_decode(trained.target, trained.drafter, prompt, **limits) for prompt in trained.prompts]
     texts = [run.token_ids for run in runs]
     result = check_with_transformers(trained.target, folder, trained.prompts, texts, **limits)
-    assert result == {
-        "tau": pooled_tau(run.committed for run in runs),
-        "identical": len(texts),
-        "prompts": len(texts),
-    }
-    assert 1 < result["tau"] < trained.drafter.config.block_size
+    tau = pooled_tau(run.committed for run in runs)
+    assert result == TransformersCheck(tau=tau, identical=len(texts), prompts=len(texts))
+    assert 1 < result.tau < trained.drafter.config.block_size
     assert trained.target.generation_config is defaults
     assistant = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     for prompt, run in zip(trained.prompts, runs, strict=True):
         assert generate_with_transformers(trained.target, assistant, prompt, **limits) == (run.token_ids, run.committed)
     texts[0] = [*texts[0][:-1], texts[0][-1] + 1]
-    assert (
-        check_with_transformers(trained.target, folder, trained.prompts, texts, **limits)["identical"] == len(texts) - 1
-    )
+    assert check_with_transformers(trained.target, folder, trained.prompts, texts, **limits).identical == len(texts) - 1
 
 
 def test_a_folder_that_transformers_does_not_know_is_refused(qwen3_folder, llama_folder, tmp_path):
