@@ -89,7 +89,7 @@ class PerfectDrafter(torch.nn.Module):
         # Rows of the pseudo-inverse would do; a head solved by least squares maps exactly for V > H only in argmax.
         self.head = target.get_output_embeddings().weight
 
-    def forward(self, embeddings, positions, context, mask=None):
+    def forward(self, embeddings, positions, context, mask=None):  # noqa: ARG002
         hidden = torch.zeros(1, positions.shape[1], self.head.shape[1])
         for slot, position in enumerate(positions[0].tolist()):
             index = position - self.prompt_length

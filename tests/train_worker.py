@@ -5,6 +5,7 @@ import os
 import sys
 
 import torch
+
 if __name__ == "__main__":
     jobs_file, output = sys.argv[1:]
     torch.set_num_threads(1)
