@@ -1,6 +1,7 @@
 """Lightning callbacks of dflash_lightning."""
 
 from callbacks.acceptance import DecodedAcceptance
+from callbacks.export import ExportDrafter
 from callbacks.throughput import Throughput
 
-__all__ = ["DecodedAcceptance", "Throughput"]
+__all__ = ["DecodedAcceptance", "ExportDrafter", "Throughput"]

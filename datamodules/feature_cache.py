@@ -126,6 +126,11 @@ class FeatureCacheDataModule(L.LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:  # noqa: ARG002
         """Open the cache and refuse one that the module's target and drafter don't fit."""
+        if self.trainer.world_size > 1 and self.trainer._accelerator_connector.use_distributed_sampler:
+            raise ConfigError(
+                "trainer.use_distributed_sampler is true, so that Lightning would put its own sampler in the place of "
+                "ours; set it to false."
+            )
         self.cache = FeatureCache(self.cache_path)
         module = self.trainer.lightning_module
         self.cache.check_compatible(

@@ -20,6 +20,8 @@ from dflash_lightning.errors import ExportError
 # Lightning's names: the folder of DeepSpeed's shards inside `X.ckpt`, and the file that DeepSpeed writes last.
 SHARDS, LATEST = "checkpoint", "latest"
 WEIGHTS_PREFIX = "drafter."
+# Where `DFlashModule` puts what an export needs besides the weights.
+CHECKPOINT_KEY = "dflash"
 # What torch and DeepSpeed raise for files that are cut short, missing, or not theirs.
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, pickle.UnpicklingError)
 
@@ -78,9 +80,6 @@ def read_training_checkpoint(path: str | Path) -> TrainingCheckpoint:
 
 
 def _assemble(path: Path, state: dict[str, Any], weights: dict[str, Tensor]) -> TrainingCheckpoint:
-    # Here, because Lightning takes seconds to import and an exported drafter is loaded without it.
-    from dflash_lightning.module import CHECKPOINT_KEY
-
     ours = state.get(CHECKPOINT_KEY)
     if ours is None:
         raise ExportError(

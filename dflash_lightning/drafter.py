@@ -15,16 +15,31 @@ from dflash_lightning.visibility import AttentionMask, attend
 KeyValue = tuple[Tensor, Tensor]
 
 
+class Linear(nn.Linear):
+    """A matrix without bias, N(0, initializer_range).
+
+    It is initialised as it is made: under ZeRO-3 the weights are partitioned right after, out of reach of a later pass
+    over the modules.
+    """
+
+    def __init__(self, in_features: int, out_features: int, config: DrafterConfig):
+        self._std = config.initializer_range
+        super().__init__(in_features, out_features, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self._std)
+
+
 class Attention(nn.Module):
     """Queries from the slots; keys and values from context and slots through the same projections."""
 
     def __init__(self, config: DrafterConfig):
         super().__init__()
         self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, config.num_heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+        self.q_proj = Linear(config.hidden_size, config.num_heads * config.head_dim, config)
+        self.k_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim, config)
+        self.v_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim, config)
+        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, config)
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
@@ -47,9 +62,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: DrafterConfig):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, config)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, config)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, config)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
@@ -76,14 +91,11 @@ class Drafter(nn.Module):
     def __init__(self, config: DrafterConfig):
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        self.fc = Linear(config.feature_size, config.hidden_size, config)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = RotaryEmbedding(config)
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=config.initializer_range)
 
     def context_key_values(self, features: Tensor, positions: Tensor) -> list[KeyValue]:
         """Keys and values of the context for each layer: fused once, projected by every layer.

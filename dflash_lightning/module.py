@@ -6,12 +6,14 @@ from typing import Any, TypedDict
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 from torch.nn.functional import embedding
 from torch.optim.lr_scheduler import LambdaLR
 
 from dflash_lightning import __version__
 from dflash_lightning.blocks import Blocks, build_blocks, positions_in_document
+from dflash_lightning.checkpoints import CHECKPOINT_KEY
 from dflash_lightning.config import DrafterConfig, DrafterSettings
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import ConfigError
@@ -27,8 +29,6 @@ from dflash_lightning.target import (
     target_text_config,
 )
 from dflash_lightning.visibility import attention_mask
-
-CHECKPOINT_KEY = "dflash"
 
 
 class ContextBatch(TypedDict):
@@ -127,6 +127,16 @@ class DFlashModule(L.LightningModule):
     def compute_dtype(self) -> torch.dtype:
         """What the drafter computes in, and the frozen tables are kept in."""
         return torch.bfloat16 if "bf16" in str(self.trainer.precision) else torch.float32
+
+    def setup(self, stage: str) -> None:  # noqa: ARG002
+        """Refuse a precision that the drafter wouldn't be trained in."""
+        precision = str(self.trainer.precision)
+        with_deepspeed = isinstance(self.trainer.strategy, DeepSpeedStrategy)
+        if precision != "32-true" and not (precision == "bf16-mixed" and with_deepspeed):
+            raise ConfigError(
+                f"trainer.precision is {precision} with {type(self.trainer.strategy).__name__}; expected 32-true, or "
+                "bf16-mixed with dflash_lightning.strategy.DFlashDeepSpeedStrategy (bf16 weights, float32 masters)."
+            )
 
     def on_fit_start(self) -> None:
         table, head = load_tables(self.target_name, dtype=self.compute_dtype)

@@ -9,12 +9,12 @@ from transformers import PreTrainedModel
 
 from dflash_lightning import __version__
 from dflash_lightning.blocks import build_blocks
+from dflash_lightning.checkpoints import CHECKPOINT_KEY
 from dflash_lightning.decoding import greedy_decode
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.export import TokenIds
 from dflash_lightning.features import compute_features
 from dflash_lightning.losses import LossSettings, score_slots, weighted_loss
-from dflash_lightning.module import CHECKPOINT_KEY
 from dflash_lightning.target import target_identity
 from dflash_lightning.visibility import dense_mask
 

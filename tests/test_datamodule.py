@@ -28,13 +28,25 @@ def identity(llama_folder):
     return target_identity(str(llama_folder))
 
 
-def make(cache, identity, *, rank=0, world_size=1, accumulation=1, layers=LAYERS, hidden=HIDDEN, **options):
+def make(
+    cache,
+    identity,
+    *,
+    rank=0,
+    world_size=1,
+    accumulation=1,
+    layers=LAYERS,
+    hidden=HIDDEN,
+    own_sampler_replaced=False,
+    **options,
+):
     """A data module set up for a trainer and a drafter of this kind."""
     data = FeatureCacheDataModule(cache, **{"num_anchors": 3, "validation_fraction": 0.25, "batch_size": 4, **options})
     data.trainer = SimpleNamespace(
         global_rank=rank,
         world_size=world_size,
         accumulate_grad_batches=accumulation,
+        _accelerator_connector=SimpleNamespace(use_distributed_sampler=own_sampler_replaced),
         lightning_module=SimpleNamespace(
             target_identity=identity, drafter_config=SimpleNamespace(target_layer_ids=layers, hidden_size=hidden)
         ),
@@ -252,3 +264,8 @@ def test_options_out_of_range_are_refused(cache, option, message):
 def test_too_few_samples_for_one_step_are_refused(cache, identity):
     with pytest.raises(ConfigError, match="Lower batch_size or accumulate_grad_batches"):
         make(cache, identity, batch_size=30).train_dataloader()
+
+
+def test_lightnings_own_sampler_is_refused_on_several_ranks(cache, identity):
+    with pytest.raises(ConfigError, match="use_distributed_sampler is true"):
+        make(cache, identity, world_size=2, own_sampler_replaced=True)

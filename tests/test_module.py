@@ -1,15 +1,19 @@
 """What the Lightning module logs, optimizes, saves and refuses."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from helpers import MASK_TOKEN_ID
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from training_helpers import DealtData, GivenSample, Job, make_trainer, random_sample
 
+from dflash_lightning.checkpoints import CHECKPOINT_KEY
 from dflash_lightning.config import DrafterSettings
 from dflash_lightning.errors import ConfigError, TargetError
 from dflash_lightning.losses import LossSettings
-from dflash_lightning.module import CHECKPOINT_KEY, DFlashModule, OptimizerSettings
+from dflash_lightning.module import DFlashModule, OptimizerSettings
 from dflash_lightning.target import load_tables
 
 DRAFTER = DrafterSettings(num_layers=1, block_size=4, target_layer_ids=[1, 3], mask_token_id=MASK_TOKEN_ID)
@@ -95,3 +99,11 @@ def test_a_mask_token_with_another_meaning_is_refused(llama_folder, mask):
 def test_what_is_no_target_is_refused(tmp_path):
     with pytest.raises(TargetError, match="isn't a target"):
         DFlashModule(str(tmp_path))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "64-true"])
+def test_a_precision_that_would_not_be_trained_in_is_refused(llama_folder, precision):
+    module = DFlashModule(str(llama_folder), DRAFTER)
+    module._trainer = SimpleNamespace(precision=precision, strategy=SingleDeviceStrategy())
+    with pytest.raises(ConfigError, match=f"precision is {precision}.*expected 32-true, or"):
+        module.setup("fit")
