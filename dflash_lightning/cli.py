@@ -49,10 +49,9 @@ def command_parser(name: str) -> ArgumentParser:
 
 def _spell_with_hyphens(parser: ArgumentParser, action: argparse.Action) -> None:
     """`--max-new-tokens` on the command line, `max_new_tokens` in YAML."""
-    if action.dest not in ("config", "help") and action.option_strings == [f"--{action.dest}"]:
-        flag = f"--{action.dest.replace('_', '-')}"
-        action.option_strings = [flag]
-        parser._option_string_actions[flag] = action
+    if action.dest != "print_config":
+        action.option_strings = [flag.replace("_", "-") for flag in action.option_strings]
+        parser._option_string_actions |= dict.fromkeys(action.option_strings, action)
 
 
 def _usage() -> argparse.ArgumentParser:
@@ -85,7 +84,7 @@ def run(arguments: Sequence[str]) -> None:
         load_command(name)(rest)
         return
     parser = command_parser(name)
-    settings = parser.instantiate_classes(parser.parse_args(rest)).as_dict()
+    settings = parser.instantiate(parser.parse_args(rest)).as_dict()
     settings.pop("config", None)
     load_command(name)(**settings)
 

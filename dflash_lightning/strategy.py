@@ -1,7 +1,9 @@
 """DeepSpeed under Lightning, on CPU too, with the loss scaled once."""
 
 import os
+import shutil
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -14,11 +16,12 @@ from dflash_lightning.errors import ConfigError
 
 
 class DFlashDeepSpeedStrategy(DeepSpeedStrategy):
-    """Lightning's DeepSpeed strategy with three differences.
+    """Lightning's DeepSpeed strategy with four differences.
 
     - It runs on CPU (gloo), for tests and for machines without a GPU.
     - A micro-batch's loss is divided by the accumulation steps once. Lightning divides before DeepSpeed divides again,
       which leaves Adam almost unmoved but makes the reported gradient norm and the clipping wrong.
+    - A checkpoint gets its name when it is whole. DeepSpeed writes many files, one after the other, over older ones.
     - Its signature holds what a drafter needs, so that a saved configuration can be read.
 
     The drafter is small: ZeRO-2 shards gradients and optimizer state and keeps the weights whole, so that a
@@ -78,6 +81,25 @@ class DFlashDeepSpeedStrategy(DeepSpeedStrategy):
     def root_device(self) -> torch.device:
         # DeepSpeed wants a device index.
         return torch.device("cpu", 0) if self._on_cpu else super().root_device
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write beside the final name and rename, so that a process killed meanwhile leaves the older checkpoint."""
+        final = Path(self.broadcast(str(filepath)))
+        partial, replaced = (final.with_name(final.name + suffix) for suffix in (".partial", ".replaced"))
+        if self.is_global_zero:
+            for leftover in (partial, replaced):
+                shutil.rmtree(leftover, ignore_errors=True)
+        self.barrier()
+        super().save_checkpoint(checkpoint, partial, storage_options)
+        self.barrier()
+        if self.is_global_zero:
+            if final.exists():
+                final.rename(replaced)
+            partial.rename(final)
+            shutil.rmtree(replaced, ignore_errors=True)
+        self.barrier()
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return super().backward(closure_loss, *args, scale_wrt_gas=False, **kwargs)

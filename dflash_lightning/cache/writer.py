@@ -86,7 +86,11 @@ class CacheWriter:
         if folder.exists() and not (folder / MARKER).exists():
             leftovers.append(folder)
         for leftover in leftovers:
-            shutil.rmtree(leftover)
+            try:
+                shutil.rmtree(leftover)
+            except FileNotFoundError as error:
+                # What is left by the dead doesn't move.
+                raise self._second_writer(shard) from error
         return leftovers
 
     def write_shard(self, shard: int, samples: Iterable[Sample]) -> ShardMarker:

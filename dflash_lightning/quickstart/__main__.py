@@ -5,11 +5,12 @@ import json
 import shutil
 import sys
 from dataclasses import asdict
-from importlib.resources import as_file, files
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from jsonargparse import auto_cli
 from rich.console import Console
 
@@ -18,13 +19,14 @@ from dflash_lightning.errors import DFlashError, TargetError
 from dflash_lightning.evaluation import evaluate_prompt, load_prompts, pooled_tau
 from dflash_lightning.export import load_drafter
 from dflash_lightning.prepared import dump_line, write_whole
-from dflash_lightning.quickstart.prompts import make_prompts
+from dflash_lightning.quickstart.prompts import FAMILIES, HELD_OUT_PER_FAMILY, TRAIN_PER_FAMILY, make_prompts
 from dflash_lightning.quickstart.runner import StageFailed, StageRunner
 from dflash_lightning.quickstart.summary import make_summary, print_summary
 from dflash_lightning.target import convert_gguf, load_target, load_tokenizer, stop_token_ids
 from dflash_lightning.transformers_check import check_with_transformers
 
-MAX_NEW_TOKENS = 80
+DEFAULT_RUN = Path("runs/quickstart")
+VALIDATIONS = 4
 # float32 runs at half the speed, and one prompt of each family shows what there is to show.
 FLOAT32_PROMPTS = 6
 
@@ -40,14 +42,14 @@ def find_gguf() -> Path:
     return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def check_in_float32(run: Path, result: Path) -> None:
+def check_in_float32(run: Path, result: Path, max_new_tokens: int) -> None:
     """Decode a few prompts in float32 with our decoder and with transformers' own, and write down how they compare."""
     target_folder = str(run / "target")
     tokenizer = load_tokenizer(target_folder)
     target = load_target(target_folder, dtype=torch.float32)
     drafter = load_drafter(run / "export" / "zlab", dtype=torch.float32)
     prompts = load_prompts(run / "heldout.jsonl", tokenizer, limit=FLOAT32_PROMPTS)
-    limits: dict[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS, "stop_ids": stop_token_ids(target, tokenizer)}
+    limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop_ids": stop_token_ids(target, tokenizer)}
     results = [
         evaluate_prompt(target, drafter, prompt, greedy_decode(target, prompt.token_ids, **limits), **limits)
         for prompt in prompts
@@ -75,8 +77,39 @@ def best_checkpoint(run: Path) -> Path:
     return next(path for path in (run / "checkpoints").iterdir() if path.name.startswith("step="))
 
 
+def write_prompts(run: Path, train_per_family: int) -> list[dict[str, str]]:
+    """Write the two prompts files of a run, the training prompts with the answers that the target gave before.
+
+    Returns:
+        The held-out rows.
+    """
+    answers = (files("dflash_lightning.quickstart") / "answers.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in answers.splitlines()]
+    kept = [row for row in rows if int(row["id"].split("-")[1]) < train_per_family]
+    _, held_out = make_prompts()
+    for name, chosen in (("train", kept), ("heldout", held_out)):
+        write_whole(run / f"{name}.jsonl", "".join(dump_line(row) for row in chosen))
+    return held_out
+
+
+def write_training_config(template: Path, run: Path, max_steps: int, max_new_tokens: int) -> Path:
+    """Write the training configuration of a run: the template with this run's folder and lengths."""
+    config = yaml.safe_load(template.read_text(encoding="utf-8").replace(str(DEFAULT_RUN), str(run)))
+    config["trainer"] |= {"max_steps": max_steps, "val_check_interval": max(1, max_steps // VALIDATIONS)}
+    decoding = next(c for c in config["trainer"]["callbacks"] if c["class_path"] == "callbacks.DecodedAcceptance")
+    decoding["init_args"]["max_new_tokens"] = max_new_tokens
+    path = run / "fit.yaml"
+    write_whole(path, yaml.safe_dump(config, sort_keys=False))
+    return path
+
+
 def quickstart(
-    output: Path = Path("runs/quickstart"), config: Path = Path("conf/quickstart.yaml"), max_steps: int = 300
+    output: Path = DEFAULT_RUN,
+    config: Path = Path("conf/quickstart.yaml"),
+    max_steps: int = 300,
+    train_per_family: int = TRAIN_PER_FAMILY,
+    held_out: int = HELD_OUT_PER_FAMILY * len(FAMILIES),
+    max_new_tokens: int = 80,
 ) -> None:
     """From prompts to a drafter that decodes, on a 135M target and two CPU cores.
 
@@ -85,30 +118,30 @@ def quickstart(
 
     Args:
         output: folder of the run.
-        config: training configuration.
+        config: training configuration; paths under runs/quickstart become paths under the folder of the run.
         max_steps: optimizer steps of the training; validation decodes four times on the way.
+        train_per_family: training prompts of each of the six families, at most.
+        held_out: held-out prompts that are evaluated, at most.
+        max_new_tokens: longest text that is decoded.
     """
     run = output
     run.mkdir(parents=True, exist_ok=True)
     stages = StageRunner(run)
-    target = str(run / "target")
-    cli = "dflash-lightning"
+    target, cli, length = str(run / "target"), "dflash-lightning", ["--max-new-tokens", str(max_new_tokens)]
 
     stages.call("target", "SmolLM2-135M-Instruct", lambda: convert_gguf(find_gguf(), run / "target"))
 
-    _, held_out = make_prompts()
-    write_whole(run / "heldout.jsonl", "".join(dump_line(row) for row in held_out))
-    with as_file(files("dflash_lightning.quickstart") / "answers.jsonl") as answers:
-        shutil.copyfile(answers, run / "train.jsonl")
+    held_out_rows = write_prompts(run, train_per_family)
     stages.commands(
         "prepare",
         *(
             [
                 *(cli, "prepare", "--target", target, "--input", str(run / f"{name}.jsonl")),
-                *("--output", str(run / "data" / name), "--max-new-tokens", str(MAX_NEW_TOKENS)),
+                *("--output", str(run / "data" / name), *length),
             ]
             for name in ("train", "heldout")
         ),
+        key=[train_per_family, max_new_tokens],
     )
     stages.commands(
         "capture",
@@ -118,13 +151,13 @@ def quickstart(
             *("--shard-tokens", "8192", "--num-threads", "1"),
         ],
     )
-    _fit(stages, run, config, max_steps)
+    _fit(stages, run, write_training_config(config, run, max_steps, max_new_tokens))
     evaluation = run / "evaluation.json"
     stages.commands(
         "evaluate",
         [
             *(cli, "evaluate", "--target", target, "--drafter", str(best_checkpoint(run))),
-            *("--prompts", str(run / "heldout.jsonl"), "--max-new-tokens", str(MAX_NEW_TOKENS)),
+            *("--prompts", str(run / "heldout.jsonl"), "--limit", str(held_out), *length),
             *("--json", str(evaluation)),
         ],
     )
@@ -138,12 +171,12 @@ def quickstart(
         before=lambda: shutil.rmtree(run / "export", ignore_errors=True),
     )
     check = run / "float32_check.json"
-    stages.call("check", "float32", lambda: check_in_float32(run, check))
+    stages.call("check", max_new_tokens, lambda: check_in_float32(run, check, max_new_tokens))
     stages.commands(
         "generate",
         [
             *(cli, "generate", "--target", target, "--drafter", str(run / "export" / "zlab")),
-            *("--prompt", held_out[0]["prompt"], "--max-new-tokens", str(MAX_NEW_TOKENS)),
+            *("--prompt", held_out_rows[0]["prompt"], *length),
         ],
     )
     checked = json.loads(check.read_text())
@@ -157,24 +190,21 @@ def quickstart(
     print_summary(run, summary)
 
 
-def _fit(stages: StageRunner, run: Path, config: Path, max_steps: int) -> None:
+def _fit(stages: StageRunner, run: Path, config: Path) -> None:
     """Train; an interrupted run goes on from its last checkpoint, one with other settings starts anew."""
-    command = [
-        *("dflash-lightning", "fit", "--config", str(config)),
-        *("--trainer.max_steps", str(max_steps), "--trainer.val_check_interval", str(max(1, max_steps // 4))),
-    ]
-    started, last = run / "logs" / "command.json", run / "checkpoints" / "last.ckpt"
-    resumable = last.exists() and started.exists() and json.loads(started.read_text()) == command
+    settings = config.read_text()
+    started, last = run / "logs" / "started_with.yaml", run / "checkpoints" / "last.ckpt"
+    resumable = last.exists() and started.exists() and started.read_text() == settings
 
     def clear() -> None:
         if not resumable:
             shutil.rmtree(run / "checkpoints", ignore_errors=True)
             shutil.rmtree(run / "logs", ignore_errors=True)
             (run / "logs").mkdir()
-            write_whole(started, json.dumps(command))
+            write_whole(started, settings)
 
     resume = ["--ckpt_path", str(last)] if resumable else []
-    stages.commands("fit", [*command, *resume], key=command, before=clear)
+    stages.commands("fit", ["dflash-lightning", "fit", "--config", str(config), *resume], key=settings, before=clear)
 
 
 def main() -> None:
