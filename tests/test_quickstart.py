@@ -1,0 +1,118 @@
+"""The quickstart: its prompts and answers, its stages, and the shortened form of `make quickstart` for real."""
+
+import json
+import re
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_lightning.greedy import greedy_answers
+from dflash_lightning.prompts import prompt_token_ids, read_prompts
+from dflash_lightning.quickstart.prompts import FAMILIES, HELD_OUT_PER_FAMILY, TRAIN_PER_FAMILY, make_prompts
+from dflash_lightning.quickstart.runner import StageFailed, StageRunner
+from dflash_lightning.target import load_target, load_tokenizer, stop_token_ids
+
+ROOT = Path(__file__).parents[1]
+ANSWERS = files("dflash_lightning.quickstart") / "answers.jsonl"
+
+
+def test_held_out_prompts_are_never_trained_on_and_take_turns():
+    train, held_out = make_prompts()
+    assert (len(train), len(held_out)) == (TRAIN_PER_FAMILY * 6, HELD_OUT_PER_FAMILY * 6)
+    prompts = [row["prompt"] for row in train + held_out]
+    assert len(set(prompts)) == len(prompts)
+    assert [row["family"] for row in held_out[:6]] == list(FAMILIES)
+    assert make_prompts() == (train, held_out)
+
+
+def test_committed_answers_belong_to_the_training_prompts():
+    train, _ = make_prompts()
+    expected = {row["id"]: row["prompt"] for row in train}
+    rows = read_prompts(Path(str(ANSWERS)))
+    assert len(rows) > 700
+    assert all(row.response and expected[row.id] == row.prompt for row in rows)
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_committed_answers_are_what_the_target_says(smollm2_folder):
+    """One prompt of each family, answered again, in float32: a text may part from the committed one only late, at a
+    tie of the bf16 it was made in."""
+    rows = [row for row in read_prompts(Path(str(ANSWERS))) if row.id.endswith("-007")]
+    assert len(rows) >= 5
+    tokenizer = load_tokenizer(str(smollm2_folder))
+    target = load_target(str(smollm2_folder), dtype=torch.bfloat16)
+    prompts = [prompt_token_ids(row, tokenizer) for row in rows]
+    answers = greedy_answers(target, prompts, stop_ids=stop_token_ids(target, tokenizer), max_new_tokens=80)
+    same = 0
+    for row, answer in zip(rows, answers, strict=True):
+        committed = tokenizer(row.response, add_special_tokens=False).input_ids
+        same += list(answer.token_ids[: len(committed)]) == committed
+    assert same >= len(rows) - 2
+
+
+def test_stages_run_once_and_go_on_after_a_failure(tmp_path):
+    calls = []
+
+    def fail():
+        calls.append("fails")
+        raise StageFailed("second", 3)
+
+    def go(second):
+        stages = StageRunner(tmp_path)
+        stages.call("first", [1], lambda: calls.append("first"))
+        stages.call("second", [1], second)
+        stages.call("third", [1], lambda: calls.append("third"))
+        return stages
+
+    with pytest.raises(StageFailed, match="stage second failed with exit code 3"):
+        go(fail)
+    stages = go(lambda: calls.append("second"))
+    assert set(stages.seconds) == {"first", "second", "third"}
+    go(lambda: calls.append("again"))
+    assert calls == ["first", "fails", "second", "third"]
+    # Another key runs a stage again, and those after it.
+    stages = StageRunner(tmp_path)
+    stages.call("first", [2], lambda: calls.append("first"))
+    stages.call("second", [1], lambda: calls.append("second"))
+    assert calls[-2:] == ["first", "second"]
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_the_shortened_quickstart_makes_a_drafter_that_decodes(tmp_path):
+    """Every stage on the real target with a minute of training, as a user would run it; then once more."""
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "dflash_lightning.quickstart", "--output", str(run), "--max_steps", "100"]
+    command += ["--train_per_family", "40", "--held_out", "6", "--max_new_tokens", "40"]
+    subprocess.run(command, check=True, cwd=ROOT)
+    summary = json.loads((run / "summary.json").read_text())
+    validation, check = summary["validation"], summary["transformers_check"]
+    lossless = validation["lossless"]
+    assert {"target", "seconds", "cache", "train", "validation", "transformers_check"} <= set(summary)
+    assert validation["tau"] > 1.2
+    assert validation["tau"] > validation["tau_before"]
+    assert (
+        validation["lossless"]["identical"] + validation["lossless"]["ties"] == validation["lossless"]["prompts"] == 6
+    )
+    assert validation["lossless_float32"] == {"prompts": 6, "identical": 6, "ties": 0}
+    assert (check["identical"], check["prompts"]) == (6, 6)
+    assert check["tau"] == pytest.approx(check["tau_ours"])
+    assert summary["train"]["loss_last"] < summary["train"]["loss_first"]
+    assert summary["train"]["steps"] == 100
+    for place in ("data", "cache", "checkpoints", "export/zlab", "export/transformers", "logs"):
+        assert (run / place).is_dir()
+    assert list((run / "logs").glob("events.out.tfevents.*"))
+    again = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
+    assert len(re.findall("done before", again.stdout)) == len(summary["seconds"])
+
+
+def test_the_readmes_commands_are_those_of_the_makefile():
+    readme = (ROOT / "README.md").read_text()
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    named = set(re.findall(r"`?make (\w+)`?", readme))
+    assert {"quickstart", "test"} <= named <= targets
