@@ -1,7 +1,6 @@
 """The commands ``cache info`` and ``cache verify``."""
 
 import json
-import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -11,6 +10,7 @@ from rich.table import Column, Table
 from dflash_lightning.cache import describe
 from dflash_lightning.cache import verify as find_faults
 from dflash_lightning.errors import CacheError
+from dflash_lightning.progress import say
 
 
 def info(cache: Path) -> None:
@@ -40,4 +40,4 @@ def verify(cache: Path) -> None:
             f"{cache}: {len(faults)} faults\n  " + "\n  ".join(map(str, faults)) + "\nRemove the shards named here and "
             "run the same capture command again; it makes just those anew."
         )
-    sys.stdout.write(f"{cache}: every object is there and equals its checksum\n")
+    say(f"{cache}: every object is there and equals its checksum")

@@ -19,7 +19,7 @@ from dflash_lightning.distributed import launched_place
 from dflash_lightning.errors import ConfigError, DataError
 from dflash_lightning.features import compute_features
 from dflash_lightning.prepared import PreparedSample, load_data
-from dflash_lightning.progress import track
+from dflash_lightning.progress import say, track
 from dflash_lightning.target import load_target, target_identity, target_text_config
 
 
@@ -149,17 +149,21 @@ def capture(
     )
     writer = create_or_join(cache, manifest, rank=place.rank)
     mine = [i for i in range(place.rank, len(shards), place.world_size) if not writer.is_committed(i)]
-    if not mine:
-        return
-    if device == "auto":
-        device = f"cuda:{place.local_rank}" if torch.cuda.is_available() else "cpu"
-    model = load_target(target, dtype=getattr(torch, dtype), device=device)
-    process = f"capture, process {place.rank + 1} of {place.world_size}"
-    with track(sum(len(shards[i]) for i in mine), process, "tokens") as progress:
-        for shard in mine:
-            members = [samples[k] for k in shards[shard]]
-            finished: dict[int, Sample] = {}
-            for index, sample in capture_samples(model, members, layer_ids, batch_tokens):
-                finished[index] = sample
-                progress.advance(1, done=len(sample.input_ids))
-            writer.write_shard(shard, [finished[i] for i in range(len(members))])
+    if mine:
+        if device == "auto":
+            device = f"cuda:{place.local_rank}" if torch.cuda.is_available() else "cpu"
+        model = load_target(target, dtype=getattr(torch, dtype), device=device)
+        process = f"capture, process {place.rank + 1} of {place.world_size}"
+        with track(sum(len(shards[i]) for i in mine), process, "tokens") as progress:
+            for shard in mine:
+                members = [samples[k] for k in shards[shard]]
+                finished: dict[int, Sample] = {}
+                for index, sample in capture_samples(model, members, layer_ids, batch_tokens):
+                    finished[index] = sample
+                    progress.advance(1, done=len(sample.input_ids))
+                writer.write_shard(shard, [finished[i] for i in range(len(members))])
+    committed = sum(writer.is_committed(i) for i in range(len(shards)))
+    say(
+        f"{cache}: process {place.rank + 1} of {place.world_size} is done, {len(mine)} shards written now; "
+        f"{committed} of {len(shards)} shards are committed"
+    )

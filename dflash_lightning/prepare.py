@@ -18,6 +18,7 @@ from dflash_lightning.journal import Journal
 from dflash_lightning.prepared import (
     INFO,
     JOURNAL,
+    SKIPPED,
     DataInfo,
     PreparedSample,
     dataset_sha256,
@@ -26,7 +27,7 @@ from dflash_lightning.prepared import (
     refuse_other_work,
     write_data,
 )
-from dflash_lightning.progress import track
+from dflash_lightning.progress import say, track
 from dflash_lightning.prompts import PromptRow, prompt_token_ids, read_prompts
 from dflash_lightning.target import (
     load_generation_config,
@@ -153,7 +154,7 @@ def prepare(
     if done is not None:
         refuse_other_work(output / INFO, {key: asdict(done)[key] for key in work}, work)
         (output / JOURNAL).unlink(missing_ok=True)
-        return PreparedData(output, done, 0)
+        return _finished(PreparedData(output, done, 0))
     with _one_message_when_full(output):
         output.mkdir(parents=True, exist_ok=True)
         with Journal(output / JOURNAL, {**work, "batch_size": batch_size}) as journal:
@@ -165,7 +166,19 @@ def prepare(
             info = DataInfo(identity, generation, work["input"], sha256, counts)
             write_data(output, info, samples, skipped)
             journal.path.unlink()
-    return PreparedData(output, info, len(answers) - before)
+    return _finished(PreparedData(output, info, len(answers) - before))
+
+
+def _finished(data: PreparedData) -> PreparedData:
+    counts = data.info.counts
+    skipped = f"{counts['skipped']} skipped"
+    if counts["skipped"]:
+        skipped += f" (why: {data.folder / SKIPPED})"
+    say(
+        f"{data.folder}: {counts['samples']} samples, {counts['given']} answers given, {counts['generated']} generated "
+        f"({data.generated_now} now), {skipped}; {counts['tokens']:,} tokens, {counts['response_tokens']:,} of answers"
+    )
+    return data
 
 
 def _question(row: PromptRow, stage: _Stage) -> _Question:

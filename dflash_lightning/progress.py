@@ -11,6 +11,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 SECONDS_BETWEEN_LINES = 20.0
 
 
+def say(result: str) -> None:
+    """Print a result line on stdout; progress and errors go to stderr."""
+    Console().print(result, highlight=False, markup=False, soft_wrap=True)
+
+
 class Tracker:
     """What a stage that is under way reports to.
 

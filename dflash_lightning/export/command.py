@@ -12,6 +12,7 @@ from dflash_lightning.export.card import Provenance
 from dflash_lightning.export.folder import check_free, export_drafter, parse_formats
 from dflash_lightning.export.format import TokenIds
 from dflash_lightning.export.loading import DrafterSource, check_fits_target, read_drafter, read_json
+from dflash_lightning.progress import say
 from dflash_lightning.target import target_identity, target_text_config
 
 
@@ -55,8 +56,9 @@ def export(
     provenance = _complete(source.provenance, cache, evaluations or [])
     for form in forms:  # before the first folder is written
         form.write_config(source.config, tokens)
-    return [
-        export_drafter(
+    folders = []
+    for form in forms:
+        folder = export_drafter(
             source.weights,
             source.config,
             output / form.name,
@@ -65,8 +67,9 @@ def export(
             provenance=provenance,
             dtype=getattr(torch, dtype),
         )
-        for form in forms
-    ]
+        say(f"{folder}: {source.config.num_layers} layers, block {source.config.block_size}, {dtype}")
+        folders.append(folder)
+    return folders
 
 
 def _token_ids(source: DrafterSource, target: str | None) -> TokenIds:
