@@ -106,7 +106,7 @@ def write_training_config(template: Path, run: Path, max_steps: int, max_new_tok
 def quickstart(
     output: Path = DEFAULT_RUN,
     config: Path = Path("conf/quickstart.yaml"),
-    max_steps: int = 500,
+    max_steps: int = 540,
     train_per_family: int = TRAIN_PER_FAMILY,
     held_out: int = HELD_OUT_PER_FAMILY * len(FAMILIES),
     max_new_tokens: int = 80,
