@@ -97,7 +97,7 @@ def write_training_config(template: Path, run: Path, max_steps: int, max_new_tok
     config = yaml.safe_load(template.read_text(encoding="utf-8").replace(str(DEFAULT_RUN), str(run)))
     config["trainer"] |= {"max_steps": max_steps, "val_check_interval": max(1, max_steps // VALIDATIONS)}
     decoding = next(c for c in config["trainer"]["callbacks"] if c["class_path"] == "callbacks.DecodedAcceptance")
-    decoding["init_args"]["max_new_tokens"] = max_new_tokens
+    decoding["init_args"]["max_new_tokens"] = min(decoding["init_args"]["max_new_tokens"], max_new_tokens)
     path = run / "fit.yaml"
     write_whole(path, yaml.safe_dump(config, sort_keys=False))
     return path
@@ -106,7 +106,7 @@ def write_training_config(template: Path, run: Path, max_steps: int, max_new_tok
 def quickstart(
     output: Path = DEFAULT_RUN,
     config: Path = Path("conf/quickstart.yaml"),
-    max_steps: int = 540,
+    max_steps: int = 480,
     train_per_family: int = TRAIN_PER_FAMILY,
     held_out: int = HELD_OUT_PER_FAMILY * len(FAMILIES),
     max_new_tokens: int = 80,
