@@ -46,6 +46,15 @@ def check_target_layer_ids(layer_ids: tuple[int, ...], num_target_layers: int) -
         raise ConfigError(f"target_layer_ids {outside} out of range; {expected}.")
 
 
+def check_block_size(block_size: int) -> None:
+    """Refuse a block without a slot to predict, or one longer than any drafter fills. Raises ConfigError."""
+    if not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
+        raise ConfigError(
+            f"block_size is {block_size}; expected {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE} "
+            "(one anchor and at least one slot to predict)."
+        )
+
+
 @dataclass(frozen=True)
 class DrafterSettings:
     """The choices a user makes; everything else about the drafter follows from the target."""
@@ -64,11 +73,7 @@ class DrafterSettings:
     """Width of the drafter's MLP. Default: the target's."""
 
     def __post_init__(self) -> None:
-        if not MIN_BLOCK_SIZE <= self.block_size <= MAX_BLOCK_SIZE:
-            raise ConfigError(
-                f"block_size is {self.block_size}; expected {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE} "
-                "(one anchor and at least one slot to predict)."
-            )
+        check_block_size(self.block_size)
         if self.num_layers < 1:
             raise ConfigError(f"num_layers is {self.num_layers}; a drafter needs at least 1.")
         if self.target_layer_ids is not None and self.num_tapped_layers not in (None, len(self.target_layer_ids)):
@@ -108,6 +113,7 @@ class DrafterConfig:
     rope_parameters: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_block_size(self.block_size)
         check_target_layer_ids(self.target_layer_ids, self.num_target_layers)
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ConfigError(

@@ -25,5 +25,9 @@ class CacheError(DFlashError):
     """A feature cache is incomplete, damaged, or belongs to another target or other layers."""
 
 
+class CheckpointError(DFlashError):
+    """A training checkpoint can't be written."""
+
+
 class ExportError(DFlashError):
     """A drafter folder can't be written or read."""

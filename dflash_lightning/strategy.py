@@ -12,7 +12,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import Tensor
 
-from dflash_lightning.errors import ConfigError
+from dflash_lightning.errors import CheckpointError, ConfigError
 
 
 class DFlashDeepSpeedStrategy(DeepSpeedStrategy):
@@ -92,7 +92,15 @@ class DFlashDeepSpeedStrategy(DeepSpeedStrategy):
             for leftover in (partial, replaced):
                 shutil.rmtree(leftover, ignore_errors=True)
         self.barrier()
-        super().save_checkpoint(checkpoint, partial, storage_options)
+        try:
+            super().save_checkpoint(checkpoint, partial, storage_options)
+        except (OSError, RuntimeError) as error:  # torch's writer turns "no space left" into a RuntimeError
+            free = shutil.disk_usage(final.parent).free
+            shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(
+                f"{final} can't be written ({error}); {free / 1e6:,.0f} MB were free. Older checkpoints are kept: make "
+                "space and resume from the last one with --ckpt_path."
+            ) from error
         self.barrier()
         if self.is_global_zero:
             if final.exists():

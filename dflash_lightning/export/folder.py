@@ -17,7 +17,7 @@ from dflash_lightning.errors import ExportError
 from dflash_lightning.export.card import CARD_FILE, METADATA_FILE, Provenance, metadata, model_card
 from dflash_lightning.export.format import Format, TokenIds
 from dflash_lightning.export.layout import check_tensors
-from dflash_lightning.export.loading import CONFIG_FILE, FORMATS, WEIGHTS_FILE
+from dflash_lightning.export.loading import CONFIG_FILE, FORMATS, WEIGHTS_FILE, check_mask_token
 
 
 def check_free(folder: str | Path) -> None:
@@ -82,7 +82,7 @@ def export_drafter(
         form = parse_formats(form)[0]
     check_tensors(weights, config, "The drafter")
     _check_values(weights)
-    _check_mask_token(config, tokens)
+    check_mask_token(config, tokens)
     check_free(folder)
     dtype_name = str(dtype).removeprefix("torch.")
     files = {
@@ -111,16 +111,6 @@ def _check_values(weights: Mapping[str, Tensor]) -> None:
         raise ExportError(
             f"The drafter's weights hold NaN or infinity: {', '.join(broken)}. Its training diverged; take an earlier "
             "checkpoint."
-        )
-
-
-def _check_mask_token(config: DrafterConfig, tokens: TokenIds) -> None:
-    eos = tokens.eos if isinstance(tokens.eos, list) else [tokens.eos]
-    roles = {tokens.bos: "bos", tokens.pad: "pad", **dict.fromkeys(eos, "eos")}
-    if config.mask_token_id in roles:
-        raise ExportError(
-            f"The drafter's mask token {config.mask_token_id} is the target's {roles[config.mask_token_id]} token, "
-            "which servers treat as such. Train with another mask_token_id."
         )
 
 

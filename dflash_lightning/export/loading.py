@@ -110,6 +110,18 @@ def check_fits_target(config: DrafterConfig, target: PreTrainedConfig) -> None:
         raise ExportError(
             f"The drafter was made for another target: {'; '.join(differing)}. Give the target that it was trained for."
         )
+    check_mask_token(config, TokenIds.from_target(target))
+
+
+def check_mask_token(config: DrafterConfig, tokens: TokenIds) -> None:
+    """Refuse a mask token that means something else to the target. Raises ExportError."""
+    eos = tokens.eos if isinstance(tokens.eos, list) else [tokens.eos]
+    roles = {tokens.bos: "bos", tokens.pad: "pad", **dict.fromkeys(eos, "eos")}
+    if config.mask_token_id in roles:
+        raise ExportError(
+            f"The drafter's mask token {config.mask_token_id} is the target's {roles[config.mask_token_id]} token, "
+            "which servers treat as such. Train with another mask_token_id."
+        )
 
 
 def _read_folder(path: Path) -> DrafterSource:

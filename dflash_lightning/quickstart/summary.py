@@ -1,6 +1,8 @@
 """What the quickstart measured, for programs (``summary.json``) and for people."""
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,7 @@ def print_summary(run: Path, summary: dict[str, Any]) -> None:
     places.add_row("drafter for transformers", str(run / "export" / "transformers"))
     places.add_row("best and last checkpoint", str(run / "checkpoints"))
     places.add_row("all figures", str(run / "summary.json"))
+    places.add_row("to type commands", f"source {os.path.relpath(Path(sys.prefix) / 'bin' / 'activate')}")
     places.add_row("curves", f"tensorboard --logdir {run / 'logs'}")
     places.add_row(
         "another prompt",
