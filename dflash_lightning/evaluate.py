@@ -48,7 +48,7 @@ def plain_speed(target: PreTrainedModel, prompts: list[Prompt], limits: dict[str
 def evaluate(
     target: str,
     drafter: Path,
-    prompts: Path,
+    prompts: str,
     limit: int | None = None,
     max_new_tokens: int = 512,
     dtype: Dtype = "bfloat16",
@@ -63,7 +63,7 @@ def evaluate(
     Args:
         target: folder, hub name or .gguf file of the target.
         drafter: exported folder, or a training checkpoint.
-        prompts: JSONL file of prompts.
+        prompts: JSONL file of prompts, or a data set; as in prepare.
         limit: take only its first prompts.
         max_new_tokens: length limit of each text.
         dtype: what target and drafter compute in. Texts are provably equal in float32 only.

@@ -83,7 +83,7 @@ class _Question:
 
 def prepare(
     target: str,
-    input: Path,
+    input: str,
     output: Path,
     limit: int | None = None,
     max_new_tokens: int = 256,
@@ -102,7 +102,8 @@ def prepare(
     Args:
         target: The target: a transformers folder, a hub name, or the path of a .gguf file.
         input: JSONL file, a row a line: "prompt" (text) or "messages" (turns, the last one the user's); optional
-            "id", "response" with "finish_reason" ("stop" or "length"), and any further keys, which are kept.
+            "id", "response" with "finish_reason" ("stop" or "length"), and any further keys, which are kept. Or a data
+            set of the hub or a local folder, as hf:NAME[,config=NAME][,split=train][,column=prompt].
         output: Folder for the data: samples.jsonl, skipped.jsonl and data.json.
         limit: Take only the first rows of the input.
         max_new_tokens: Longest answer, in tokens.

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dflash_lightning.errors import ConfigError, DataError
 
+HUB_PREFIX = "hf:"
 FINISH_REASONS = ("stop", "length")
 KNOWN_KEYS = {"id", "prompt", "messages", "response", "finish_reason"}
 
@@ -48,8 +50,8 @@ class PromptRow:
         return {"prompt": self.prompt} if self.bare else {"messages": self.messages}
 
 
-def read_prompts(path: str | Path, limit: int | None = None) -> list[PromptRow]:
-    """Read and check a prompts file; `limit` takes its first rows.
+def read_prompts(source: str | Path, limit: int | None = None) -> list[PromptRow]:
+    """Read and check a prompts file, or a data set named as in `hub_prompts`; `limit` takes its first rows.
 
     A row is `{"prompt": str}` or `{"messages": [{"role", "content"}, ..., the last one the user's]}`, with an optional
     `"id"`, and an optional answer `"response"` with `"finish_reason"` ("stop" if absent). Blank lines are skipped.
@@ -58,18 +60,13 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[PromptRow]:
         DataError: The file is missing or empty, or a row is malformed or its id not unique; file and line are named.
         ConfigError: `limit` is below 1.
     """
-    path = Path(path)
     if limit is not None and limit < 1:
         raise ConfigError(f"limit is {limit}; expected 1 or more, or none to take every row.")
-    if not path.is_file():
-        raise DataError(f"{path}: no such file. Expected a JSONL file with a prompt on every line.")
     rows: list[PromptRow] = []
     first_place: dict[str, str] = {}
     contents: Counter[str] = Counter()
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        if not line.strip():
-            continue
-        row = _row(_json(line, f"{path}, line {number}"), f"{path}, line {number}", contents)
+    for place, value in _raw_rows(str(source)):
+        row = _row(value, place, contents)
         if row.id in first_place:
             raise DataError(f"{row.place}: id {row.id!r} stands on {first_place[row.id]} already; make ids unique.")
         first_place[row.id] = row.place
@@ -77,8 +74,25 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[PromptRow]:
         if len(rows) == limit:
             break
     if not rows:
-        raise DataError(f"{path}: the file is empty. Expected a prompt on every line.")
+        raise DataError(f"{source}: the file is empty. Expected a prompt on every line.")
     return rows
+
+
+def _raw_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Place and content of each row, not checked yet."""
+    if source.startswith(HUB_PREFIX):
+        # Here, as `datasets` takes a second to import.
+        from dflash_lightning.hub_prompts import read_hub_rows
+
+        yield from read_hub_rows(source)
+        return
+    path = Path(source)
+    if not path.is_file():
+        raise DataError(f"{path}: no such file. Expected a JSONL file with a prompt on every line.")
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if line.strip():
+            place = f"{path}, line {number}"
+            yield place, _json(line, place)
 
 
 def prompt_token_ids(row: PromptRow, tokenizer: PreTrainedTokenizerBase, thinking: bool | None = None) -> list[int]:

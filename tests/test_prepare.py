@@ -21,6 +21,7 @@ from dflash_lightning.greedy import greedy_answers
 from dflash_lightning.journal import Journal
 from dflash_lightning.prepare import load_data, prepare
 from dflash_lightning.progress import track
+from dflash_lightning.prompts import read_prompts
 from dflash_lightning.target import load_target
 
 PROMPTS = ["Hi", "Count to three, please.", "a", "Which way is north?", "One more, a bit longer than the others were."]
@@ -336,3 +337,26 @@ def test_progress_without_a_terminal_is_plain_lines_on_stderr(capsys):
     assert out == ""
     assert err.startswith("Answers: 3/3, ")
     assert progress.done == 40
+
+
+def test_prompts_come_from_a_data_set_too(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"question": "one?"}\n{"question": "two?"}\n')
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"talk": [{"role": "user", "content": "hi"}]}) + "\n")
+    named = f"hf:{tmp_path}"
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n"
+        "- {config_name: ask, data_files: train.jsonl}\n- {config_name: talk, data_files: chats.jsonl}\n---\n"
+    )
+    rows = read_prompts(f"{named},config=ask,column=question")
+    assert [row.prompt for row in rows] == ["one?", "two?"]
+    assert rows[1].place.endswith("row 2")
+    (row,) = read_prompts(f"{named},config=talk,column=talk")
+    assert (row.prompt, row.bare) == ("hi", False)
+    with pytest.raises(DataError, match="no column 'prompt'; the columns are question"):
+        read_prompts(f"{named},config=ask")
+    with pytest.raises(DataError, match=r"option 'colum=x' found; expected hf:NAME"):
+        read_prompts(f"{named},colum=x")
+    with pytest.raises(DataError, match="can't be loaded"):
+        read_prompts(f"{named},config=ask,split=test")
+    with pytest.raises(DataError, match="can't be loaded"):
+        read_prompts(f"hf:{tmp_path / 'nothing'}")

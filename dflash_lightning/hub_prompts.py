@@ -1,0 +1,39 @@
+"""Prompts from a data set of the Hugging Face hub, or from a local folder in one of its layouts."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from datasets import load_dataset
+from datasets.exceptions import DatasetNotFoundError
+
+from dflash_lightning.errors import DataError
+from dflash_lightning.prompts import HUB_PREFIX
+
+FORM = "hf:NAME[,config=NAME][,split=train][,column=prompt]"
+
+
+def read_hub_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows as a prompts file would hold them, each with its place for messages.
+
+    Args:
+        source: for example ``hf:openai/gsm8k,config=main,column=question``. A column of text gives prompts, one of
+            message lists gives conversations.
+
+    Raises:
+        DataError: the description is malformed, or there is no such data set, split or column.
+    """
+    name, *options = source.removeprefix(HUB_PREFIX).split(",")
+    settings = {"config": None, "split": "train", "column": "prompt"}
+    for option in options:
+        key, equals, value = option.partition("=")
+        if key not in settings or not equals or not value:
+            raise DataError(f"{source}: option {option!r} found; expected {FORM}.")
+        settings[key] = value
+    try:
+        rows = load_dataset(name, settings["config"], split=settings["split"])
+    except (DatasetNotFoundError, FileNotFoundError, ConnectionError, ValueError) as error:
+        raise DataError(f"{source}: the data set can't be loaded: {error}. Expected {FORM}.") from error
+    if (column := settings["column"]) not in rows.column_names:
+        raise DataError(f"{source}: no column {column!r}; the columns are {', '.join(rows.column_names)}.")
+    for number, value in enumerate(rows[column], start=1):
+        yield f"{source}, row {number}", {"messages" if isinstance(value, list) else "prompt": value}
