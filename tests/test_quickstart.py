@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dflash_lightning.evaluation import is_tie
 from dflash_lightning.greedy import greedy_answers
 from dflash_lightning.prompts import prompt_token_ids, read_prompts
 from dflash_lightning.quickstart.prompts import FAMILIES, HELD_OUT_PER_FAMILY, TRAIN_PER_FAMILY, make_prompts
@@ -40,19 +41,24 @@ def test_committed_answers_belong_to_the_training_prompts():
 @pytest.mark.real
 @pytest.mark.slow
 def test_committed_answers_are_what_the_target_says(smollm2_folder):
-    """One prompt of each family, answered again, in float32: a text may part from the committed one only late, at a
-    tie of the bf16 it was made in."""
+    """One prompt of each family, answered again: the same text, or one that parts from it at a tie, as the batch is
+    another one."""
     rows = [row for row in read_prompts(Path(str(ANSWERS))) if row.id.endswith("-007")]
     assert len(rows) >= 5
     tokenizer = load_tokenizer(str(smollm2_folder))
     target = load_target(str(smollm2_folder), dtype=torch.bfloat16)
     prompts = [prompt_token_ids(row, tokenizer) for row in rows]
-    answers = greedy_answers(target, prompts, stop_ids=stop_token_ids(target, tokenizer), max_new_tokens=80)
+    stop_ids = stop_token_ids(target, tokenizer)
+    answers = greedy_answers(target, prompts, stop_ids=stop_ids, max_new_tokens=80)
     same = 0
-    for row, answer in zip(rows, answers, strict=True):
+    for row, prompt, answer in zip(rows, prompts, answers, strict=True):
         committed = tokenizer(row.response, add_special_tokens=False).input_ids
-        same += list(answer.token_ids[: len(committed)]) == committed
-    assert same >= len(rows) - 2
+        committed += [tokenizer.eos_token_id] if row.finish_reason == "stop" else []
+        if list(answer.token_ids) == committed:
+            same += 1
+        else:
+            assert is_tie(target, prompt, committed, answer.token_ids), row.id
+    assert same > 0
 
 
 def test_stages_run_once_and_go_on_after_a_failure(tmp_path):
