@@ -47,6 +47,11 @@ class DecodedAcceptance(Callback):
         self.reports = state_dict["reports"]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:
+        if getattr(trainer.strategy, "zero_stage_3", False):
+            raise ConfigError(
+                "DecodedAcceptance can't decode with the sharded weights of ZeRO stage 3; use stage 2 (a drafter is "
+                "small), or leave the callback out."
+            )
         tokenizer = load_tokenizer(pl_module.target_name)
         prompts = load_prompts(self.prompts_path, tokenizer, limit=self.limit, thinking=self.thinking)
         self.target = load_target(pl_module.target_name, dtype=pl_module.compute_dtype, device=pl_module.device)
