@@ -1,9 +1,11 @@
 """``fit``: Lightning's own command line around our module and data module."""
 
+import signal
 import warnings
 from collections.abc import Sequence
 
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from datamodules import FeatureCacheDataModule
 from dflash_lightning.module import DFlashModule
@@ -26,11 +28,15 @@ def fit(arguments: Sequence[str]) -> LightningCLI:
     """
     for message in HARMLESS_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    return LightningCLI(
-        DFlashModule,
-        FeatureCacheDataModule,
-        args=["fit", *arguments],
-        seed_everything_default=0,
-        save_config_kwargs={"overwrite": True},
-        parser_kwargs={"fit": {"prog": "dflash-lightning fit"}},
-    )
+    try:
+        return LightningCLI(
+            DFlashModule,
+            FeatureCacheDataModule,
+            args=["fit", *arguments],
+            seed_everything_default=0,
+            save_config_kwargs={"overwrite": True},
+            parser_kwargs={"fit": {"prog": "dflash-lightning fit"}},
+        )
+    except SIGTERMException as stop:
+        # Lightning would exit with 0, as if training had finished.
+        raise SystemExit(128 + signal.SIGTERM) from stop

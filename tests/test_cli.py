@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from dflash_lightning import __version__
+from dflash_lightning import fit as fit_module
 from dflash_lightning.cli import COMMANDS, command_parser, run
 from dflash_lightning.fit import fit
 
@@ -119,3 +121,13 @@ def test_an_unknown_key_in_a_training_configuration_is_refused(tmp_path, capsys)
         fit(["--config", str(file), "--print_config"])
     assert stop.value.code == 2
     assert "gama" in capsys.readouterr().err
+
+
+def test_a_training_stopped_by_sigterm_does_not_exit_as_if_it_had_finished(monkeypatch):
+    def stopped(*_args, **_options):
+        raise SIGTERMException
+
+    monkeypatch.setattr(fit_module, "LightningCLI", stopped)
+    with pytest.raises(SystemExit) as stop:
+        fit_module.fit([])
+    assert stop.value.code == 143
