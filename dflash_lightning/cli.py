@@ -2,12 +2,14 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 from jsonargparse import ActionConfigFile, ArgumentParser
 from rich.console import Console
+from rich.text import Text
 
 from dflash_lightning import __version__
 from dflash_lightning.errors import DFlashError
@@ -36,12 +38,20 @@ def load_command(name: str) -> Callable[..., Any]:
 
 
 def command_parser(name: str) -> ArgumentParser:
-    """The parser of one command, made from its function's signature and docstring."""
-    function = load_command(name)
-    parser = ArgumentParser(prog=f"dflash-lightning {name}", description=function.__doc__.split("Args:")[0])
-    if name not in POSITIONAL:
+    """The parser of one command."""
+    return function_parser(load_command(name), f"dflash-lightning {name}", positional=name in POSITIONAL)
+
+
+def function_parser(function: Callable[..., Any], program: str, *, positional: bool = False) -> ArgumentParser:
+    """A parser made from a function's signature and docstring.
+
+    Args:
+        positional: required settings are given by position, and there is no YAML file.
+    """
+    parser = ArgumentParser(prog=program, description=function.__doc__.split("Args:")[0])
+    if not positional:
         parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of these settings.")
-    parser.add_function_arguments(function, as_group=False, as_positional=name in POSITIONAL)
+    parser.add_function_arguments(function, as_group=False, as_positional=positional)
     for action in parser._actions:
         _spell_with_hyphens(parser, action)
     return parser
@@ -83,16 +93,27 @@ def run(arguments: Sequence[str]) -> None:
     if name == "fit":
         load_command(name)(rest)
         return
-    parser = command_parser(name)
-    settings = parser.instantiate(parser.parse_args(rest)).as_dict()
+    load_command(name)(**parsed_settings(command_parser(name), rest))
+
+
+def parsed_settings(parser: ArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
+    """Keyword arguments for the function that ``parser`` was made from."""
+    settings = parser.instantiate(parser.parse_args(arguments)).as_dict()
     settings.pop("config", None)
-    load_command(name)(**settings)
+    return settings
+
+
+@contextmanager
+def one_message() -> Iterator[None]:
+    """A user's mistake ends with one message and exit code 2, without a traceback."""
+    try:
+        yield
+    except DFlashError as error:
+        Console(stderr=True).print(Text("error: ", style="bold red") + Text(str(error)), soft_wrap=True)
+        sys.exit(2)
 
 
 def main() -> None:
-    """Entry point: a user's mistake ends with one message and exit code 2, without a traceback."""
-    try:
+    """Entry point of the console script and of ``python -m dflash_lightning``."""
+    with one_message():
         run(sys.argv[1:])
-    except DFlashError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
-        sys.exit(2)

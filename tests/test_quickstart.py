@@ -93,8 +93,8 @@ def test_stages_run_once_and_go_on_after_a_failure(tmp_path):
 def test_the_shortened_quickstart_makes_a_drafter_that_decodes(tmp_path):
     """Every stage on the real target with a minute of training, as a user would run it; then once more."""
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "dflash_lightning.quickstart", "--output", str(run), "--max_steps", "80"]
-    command += ["--train_per_family", "40", "--held_out", "6", "--max_new_tokens", "40"]
+    command = [sys.executable, "-m", "dflash_lightning.quickstart", "--output", str(run), "--max-steps", "80"]
+    command += ["--train-per-family", "40", "--held-out", "6", "--max-new-tokens", "40"]
     subprocess.run(command, check=True, cwd=ROOT)
     summary = json.loads((run / "summary.json").read_text())
     validation, check = summary["validation"], summary["transformers_check"]

@@ -11,16 +11,15 @@ from typing import Any
 
 import torch
 import yaml
-from jsonargparse import auto_cli
-from rich.console import Console
 
+from dflash_lightning.cli import function_parser, one_message, parsed_settings
 from dflash_lightning.decoding import greedy_decode
-from dflash_lightning.errors import DFlashError, TargetError
+from dflash_lightning.errors import TargetError
 from dflash_lightning.evaluation import evaluate_prompt, load_prompts, pooled_tau
 from dflash_lightning.export import load_drafter
 from dflash_lightning.prepared import dump_line, write_whole
 from dflash_lightning.quickstart.prompts import FAMILIES, HELD_OUT_PER_FAMILY, TRAIN_PER_FAMILY, make_prompts
-from dflash_lightning.quickstart.runner import StageFailed, StageRunner
+from dflash_lightning.quickstart.runner import StageRunner
 from dflash_lightning.quickstart.summary import make_summary, print_summary
 from dflash_lightning.target import convert_gguf, load_target, load_tokenizer, stop_token_ids
 from dflash_lightning.transformers_check import check_with_transformers
@@ -105,7 +104,7 @@ def write_training_config(template: Path, run: Path, max_steps: int, max_new_tok
 
 def quickstart(
     output: Path = DEFAULT_RUN,
-    config: Path = Path("conf/quickstart.yaml"),
+    training: Path = Path("conf/quickstart.yaml"),
     max_steps: int = 480,
     train_per_family: int = TRAIN_PER_FAMILY,
     held_out: int = HELD_OUT_PER_FAMILY * len(FAMILIES),
@@ -118,7 +117,7 @@ def quickstart(
 
     Args:
         output: folder of the run.
-        config: training configuration; paths under runs/quickstart become paths under the folder of the run.
+        training: configuration of the training; paths under runs/quickstart become paths under the folder of the run.
         max_steps: optimizer steps of the training; validation decodes four times on the way.
         train_per_family: training prompts of each of the six families, at most.
         held_out: held-out prompts that are evaluated, at most.
@@ -151,7 +150,7 @@ def quickstart(
             *("--shard-tokens", "8192", "--num-threads", "1"),
         ],
     )
-    _fit(stages, run, write_training_config(config, run, max_steps, max_new_tokens))
+    _fit(stages, run, write_training_config(training, run, max_steps, max_new_tokens))
     evaluation = run / "evaluation.json"
     stages.commands(
         "evaluate",
@@ -208,11 +207,9 @@ def _fit(stages: StageRunner, run: Path, config: Path) -> None:
 
 
 def main() -> None:
-    try:
-        auto_cli(quickstart, as_positional=False)
-    except (DFlashError, StageFailed) as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
-        sys.exit(getattr(error, "code", 2))
+    parser = function_parser(quickstart, "python -m dflash_lightning.quickstart")
+    with one_message():
+        quickstart(**parsed_settings(parser, sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from dflash_lightning.errors import DFlashError
 from dflash_lightning.prepared import write_whole
 
 RECORD = "stages.json"
@@ -17,16 +18,11 @@ RECORD = "stages.json"
 MODULES = {"dflash-lightning": "dflash_lightning", "torchrun": "torch.distributed.run"}
 
 
-class StageFailed(Exception):
-    """A stage's command failed; it has said why on stderr.
-
-    Attributes:
-        code: exit code of the command.
-    """
+class StageFailed(DFlashError):
+    """A stage's command failed; it has said why on stderr."""
 
     def __init__(self, name: str, code: int):
         super().__init__(f"stage {name} failed with exit code {code}; run the same command again to go on from there")
-        self.code = code
 
 
 class StageRunner:
