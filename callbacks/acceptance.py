@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
@@ -38,13 +37,6 @@ class DecodedAcceptance(Callback):
             raise ConfigError(f"max_new_tokens of DecodedAcceptance is {max_new_tokens}; a round needs at least 2.")
         self.prompts_path, self.limit = prompts, limit
         self.max_new_tokens, self.thinking = max_new_tokens, thinking
-        self.reports: list[dict[str, Any]] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"reports": self.reports}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.reports = state_dict["reports"]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:
         if getattr(trainer.strategy, "zero_stage_3", False):
@@ -66,6 +58,11 @@ class DecodedAcceptance(Callback):
         del self.target, self.plain
 
     def on_train_start(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:
+        if sum(trainer.num_val_batches) == 0:
+            raise ConfigError(
+                "there is no validation batch, and DecodedAcceptance decodes at validations; raise "
+                "data.validation_fraction, or capture more samples."
+            )
         if trainer.global_step == 0:
             values = self._decode(trainer, pl_module)
             for logger in trainer.loggers:
@@ -87,19 +84,15 @@ class DecodedAcceptance(Callback):
             torch.distributed.all_gather_object(gathered, mine)
         report = summarize([result for part in gathered for result in part], pl_module.drafter_config.block_size)
         report = {"step": trainer.global_step, **report}
-        self.reports.append(report)
+        # Asked on every rank: Lightning broadcasts it from the first.
+        folder = Path(trainer.log_dir or trainer.default_root_dir)
         if trainer.is_global_zero:
-            self._append(trainer, report)
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / "decoding.jsonl").open("a") as file:
+                file.write(json.dumps(report) + "\n")
         lossless = report["lossless"]
         values = {f"decode/{name}": report[name] for name in LOGGED if report[name] is not None}
         values["decode/identical"] = lossless["identical"]
         values["decode/ties"] = lossless["ties"]
         values["decode/differences"] = lossless["prompts"] - lossless["identical"] - lossless["ties"]
         return {name: float(value) for name, value in values.items()}
-
-    @staticmethod
-    def _append(trainer: L.Trainer, report: dict[str, Any]) -> None:
-        folder = Path(trainer.log_dir or trainer.default_root_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "decoding.jsonl").open("a") as file:
-            file.write(json.dumps(report) + "\n")

@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import Callback
 class Throughput(Callback):
     """Logs label tokens/s over all ranks, seconds a step, and the share of step time spent waiting for data.
 
-    Validation isn't counted. ``perf/label_tokens`` and ``perf/training_seconds`` are totals since the first step, and
-    survive a resume.
+    Validation isn't counted. ``perf/label_tokens`` and ``perf/training_seconds`` are totals since the first step; after
+    a resume they go on from the last log line before the checkpoint.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Throughput(Callback):
     def _reset(self) -> None:
         self._labels, self._seconds, self._waited, self._steps = 0, 0.0, 0.0, 0
 
-    def on_train_epoch_start(self, *_: Any) -> None:
+    def on_train_start(self, *_: Any) -> None:
         self._last_end = time.perf_counter()
 
     def on_validation_end(self, *_: Any) -> None:

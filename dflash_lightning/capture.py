@@ -116,8 +116,8 @@ def capture(
     Raises:
         DataError, TargetError, CacheError, ConfigError: each says what was found, what was expected and what to do.
     """
-    for name, value in (("batch_tokens", batch_tokens), ("shard_tokens", shard_tokens)):
-        if value < 1:
+    for name, value in (("batch_tokens", batch_tokens), ("shard_tokens", shard_tokens), ("limit", limit)):
+        if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; expected at least 1.")
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -141,7 +141,7 @@ def capture(
         target=identity,
         target_layer_ids=layer_ids,
         hidden_size=text_config.hidden_size,
-        generation=info.generation,
+        generation={**info.generation, "capture_dtype": dtype, "capture_batch_tokens": batch_tokens},
         dataset_sha256=info.dataset_sha256,
         max_length=None,
         code_version=__version__,

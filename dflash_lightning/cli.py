@@ -28,6 +28,8 @@ COMMANDS = {
     "cache info": ("dflash_lightning.cache_commands:info", "what a cache holds"),
     "cache verify": ("dflash_lightning.cache_commands:verify", "compare every object of a cache with its checksum"),
 }
+# A path that can't be read or written; Python's own message names it.
+FILE_ERRORS = (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
 POSITIONAL = ("cache info", "cache verify")
 
 
@@ -108,7 +110,7 @@ def one_message() -> Iterator[None]:
     """A user's mistake ends with one message and exit code 2, without a traceback."""
     try:
         yield
-    except DFlashError as error:
+    except (DFlashError, *FILE_ERRORS) as error:
         Console(stderr=True).print(Text("error: ", style="bold red") + Text(str(error)), soft_wrap=True)
         sys.exit(2)
 

@@ -74,8 +74,9 @@ class DrafterSettings:
 
     def __post_init__(self) -> None:
         check_block_size(self.block_size)
-        if self.num_layers < 1:
-            raise ConfigError(f"num_layers is {self.num_layers}; a drafter needs at least 1.")
+        for name in ("num_layers", "num_tapped_layers", "intermediate_size"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; expected at least 1.")
         if self.target_layer_ids is not None and self.num_tapped_layers not in (None, len(self.target_layer_ids)):
             raise ConfigError(
                 f"num_tapped_layers is {self.num_tapped_layers} but target_layer_ids lists "
@@ -87,7 +88,13 @@ class DrafterSettings:
         if self.target_layer_ids is not None:
             layer_ids = tuple(self.target_layer_ids)
         else:
-            layer_ids = default_target_layer_ids(num_target_layers, self.num_tapped_layers or self.num_layers)
+            count = self.num_tapped_layers or self.num_layers
+            layer_ids = default_target_layer_ids(num_target_layers, count)
+            if len(set(layer_ids)) < count:
+                raise ConfigError(
+                    f"{count} tapped layers can't be spread over a target of {num_target_layers} layers; use fewer "
+                    "num_tapped_layers, or name target_layer_ids."
+                )
         check_target_layer_ids(layer_ids, num_target_layers)
         return layer_ids
 

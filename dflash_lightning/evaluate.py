@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from transformers import PreTrainedModel
 
@@ -14,7 +15,13 @@ from dflash_lightning.evaluation import Prompt, PromptResult, evaluate_prompt, l
 from dflash_lightning.export import check_fits_target, load_drafter
 from dflash_lightning.prepared import write_whole
 from dflash_lightning.progress import track
-from dflash_lightning.target import load_target, load_tokenizer, stop_token_ids
+from dflash_lightning.target import (
+    load_generation_config,
+    load_target,
+    load_tokenizer,
+    stop_token_ids,
+    target_text_config,
+)
 
 Dtype = Literal["bfloat16", "float32"]
 # Prompts on which the other dtype's plain speed is tried.
@@ -71,22 +78,28 @@ def evaluate(
         thinking: the chat template's thinking switch; as in prepare.
         json: write the report to this file.
     """
+    if json is not None:  # found out now, not after hours of decoding
+        json.parent.mkdir(parents=True, exist_ok=True)
+        json.open("a").close()
     device = resolve_device(device)
     tokenizer = load_tokenizer(target)
     chosen = load_prompts(prompts, tokenizer, limit=limit, thinking=thinking)
-    model = load_target(target, dtype=getattr(torch, dtype), device=device)
+    limits = {
+        "max_new_tokens": max_new_tokens,
+        "stop_ids": stop_token_ids(load_generation_config(target), tokenizer),
+    }
     draft_model = load_drafter(drafter, dtype=getattr(torch, dtype), device=device)
-    check_fits_target(draft_model.config, model.config.get_text_config())
-    limits = {"max_new_tokens": max_new_tokens, "stop_ids": stop_token_ids(model, tokenizer)}
-
-    results = decode_prompts(model, draft_model, chosen, limits)
+    check_fits_target(draft_model.config, target_text_config(target))
+    # The other dtype first and alone, so that two targets never share the memory.
     other = torch.float32 if dtype == "bfloat16" else torch.bfloat16
     probe = plain_speed(load_target(target, dtype=other, device=device), chosen[:PROBE_PROMPTS], limits)
+    model = load_target(target, dtype=getattr(torch, dtype), device=device)
+
+    results = decode_prompts(model, draft_model, chosen, limits)
     report = summarize(results, draft_model.config.block_size, baseline_tokens_per_second=probe)
     # Known where the drafter was trained, not here; the key keeps reports of both places alike.
     report["tau_before"] = None
     if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
         write_whole(json, json_format.dumps(report, indent=2) + "\n")
     print_report(report)
     return report
@@ -108,7 +121,7 @@ def print_report(report: dict[str, Any]) -> None:
     rows |= {f"tau, {family}": show_number(tau) for family, tau in report["by_family"].items()}
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in rows.items():
-        table.add_row(name, value)
+        table.add_row(escape(name), escape(value))
     Console().print(table)
 
 

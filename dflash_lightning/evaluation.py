@@ -18,8 +18,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dflash_lightning.blocks import build_blocks, sample_anchors
 from dflash_lightning.decoding import Generation, greedy_decode, speculative_decode
 from dflash_lightning.drafter import Drafter
+from dflash_lightning.errors import DataError
 from dflash_lightning.losses import score_slots
-from dflash_lightning.prompts import prompt_token_ids, read_prompts
+from dflash_lightning.prompts import PromptRow, prompt_token_ids, read_prompts
 from dflash_lightning.visibility import attention_mask
 
 BOOTSTRAP_DRAWS = 2000
@@ -46,9 +47,16 @@ def load_prompts(
         DataError: naming file and line.
     """
     return [
-        Prompt(row.id, tuple(prompt_token_ids(row, tokenizer, thinking)), row.extra.get("family"))
+        Prompt(row.id, tuple(prompt_token_ids(row, tokenizer, thinking)), _family(row))
         for row in read_prompts(path, limit)
     ]
+
+
+def _family(row: PromptRow) -> str | None:
+    family = row.extra.get("family")
+    if family is not None and not isinstance(family, str):
+        raise DataError(f"{row.place}: `family` is {family!r}, expected text.")
+    return family
 
 
 @dataclass(frozen=True)

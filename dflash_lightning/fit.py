@@ -5,9 +5,10 @@ import warnings
 from collections.abc import Sequence
 
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from datamodules import FeatureCacheDataModule
+from dflash_lightning.errors import ConfigError, DFlashError
 from dflash_lightning.module import DFlashModule
 
 # Said by the libraries about each other; nothing that a user could act on.
@@ -37,6 +38,22 @@ def fit(arguments: Sequence[str]) -> LightningCLI:
             save_config_kwargs={"overwrite": True},
             parser_kwargs={"fit": {"prog": "dflash-lightning fit"}},
         )
+    except (ValueError, MisconfigurationException, FileNotFoundError) as error:
+        if mistake := _users_mistake(error):
+            raise mistake from None
+        raise
     except SIGTERMException as stop:
         # Lightning would exit with 0, as if training had finished.
         raise SystemExit(128 + signal.SIGTERM) from stop
+
+
+def _users_mistake(error: BaseException) -> DFlashError | None:
+    """What to tell the user: our own error where jsonargparse wrapped it, or Lightning's word on a setting."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, DFlashError):
+            return link
+        link = link.__cause__ or link.__context__
+    if isinstance(error, MisconfigurationException | FileNotFoundError):
+        return ConfigError(str(error))
+    return None

@@ -15,7 +15,7 @@ class BlockMetrics(Metric):
     - ``loss``: weighted loss per valid anchor, as in the objective.
     - ``accuracy``, ``accuracy_slot_<k>``: share of supervised slots whose most likely token is the label.
     - ``teacher_forced_tau``: mean over valid blocks of 1 + leading correct slots. It reads the text as given; decoding
-      isn't involved, see ``val/tau`` for that.
+      isn't involved, see ``decode/tau`` for that.
 
     Before any block was seen the values are NaN.
     """

@@ -17,6 +17,8 @@ from dflash_lightning.checkpoints import CHECKPOINT_KEY
 from dflash_lightning.config import DrafterConfig, DrafterSettings
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import ConfigError
+from dflash_lightning.export.format import TokenIds
+from dflash_lightning.export.loading import check_mask_token
 from dflash_lightning.losses import LossSettings, SlotResults, score_slots, weighted_loss
 from dflash_lightning.metrics import BlockMetrics
 from dflash_lightning.target import (
@@ -112,6 +114,7 @@ class DFlashModule(L.LightningModule):
             stop_ids=stop_token_ids(load_generation_config(target), tokenizer),
         )
         self.drafter_config = DrafterConfig.from_target(settings, text_config, mask_token_id=mask_token_id)
+        check_mask_token(self.drafter_config, TokenIds.from_target(text_config))
         self.target_identity = target_identity(target)
         self.train_metrics = BlockMetrics(self.drafter_config.block_size)
         self.val_metrics = BlockMetrics(self.drafter_config.block_size)

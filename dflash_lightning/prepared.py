@@ -88,7 +88,7 @@ def load_data(folder: str | Path) -> tuple[DataInfo, list[PreparedSample]]:
                 record = json.loads(line)
                 question = {key: record.pop(key) for key in ("prompt", "messages") if key in record}
                 samples.append(PreparedSample(question=question, **record))
-    except (FileNotFoundError, json.JSONDecodeError, TypeError) as error:
+    except (FileNotFoundError, ValueError, TypeError) as error:
         raise DataError(f"{path} is damaged ({error}). Remove {folder} and prepare the data again.") from error
     if (found := dataset_sha256(samples)) != info.dataset_sha256:
         raise DataError(

@@ -129,7 +129,7 @@ def prompt_token_ids(row: PromptRow, tokenizer: PreTrainedTokenizerBase, thinkin
 def _json(line: bytes, place: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or beyond what Python reads
         raise DataError(f"{place}: not JSON ({error}). Expected one JSON object a line.") from error
     if not isinstance(value, dict):
         raise DataError(f"{place}: found a {type(value).__name__}, expected a JSON object.")
@@ -168,6 +168,10 @@ def _check_messages(messages: Any, place: str, key: str) -> None:
         if not isinstance(turn.get("content"), str):
             found = type(turn.get("content")).__name__
             raise DataError(f"{place}: {'`prompt`' if key == 'prompt' else 'a turn'} is a {found}, expected text.")
+        try:
+            turn["content"].encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"{place}: the text isn't valid Unicode ({error.reason}).") from error
     if messages[-1]["role"] != "user":
         raise DataError(f"{place}: the last turn is of role {messages[-1]['role']!r}, expected the user's.")
     if not messages[-1]["content"].strip():

@@ -109,5 +109,14 @@ class DFlashDeepSpeedStrategy(DeepSpeedStrategy):
             shutil.rmtree(replaced, ignore_errors=True)
         self.barrier()
 
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint; take the older one back first if a kill fell between the two renames."""
+        path = Path(checkpoint_path)
+        replaced = path.with_name(path.name + ".replaced")
+        if self.is_global_zero and replaced.exists() and not path.exists():
+            replaced.rename(path)
+        self.barrier()
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return super().backward(closure_loss, *args, scale_wrt_gas=False, **kwargs)

@@ -63,7 +63,7 @@ def test_layer_ids_that_cannot_be_are_refused(layer_ids, message):
 
 
 def test_more_default_layers_than_the_target_has_are_refused():
-    with pytest.raises(ConfigError, match="repeats a layer"):
+    with pytest.raises(ConfigError, match="can't be spread over"):
         DrafterSettings(num_layers=5).resolve_target_layer_ids(6)
 
 

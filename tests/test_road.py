@@ -15,6 +15,7 @@ from helpers import MASK_TOKEN_ID, load_tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dflash_lightning.cache import FeatureCache, verify
+from dflash_lightning.checkpoints import read_training_checkpoint
 from dflash_lightning.cli import run
 from dflash_lightning.errors import CacheError, ConfigError, DataError, ExportError, TargetError
 
@@ -51,7 +52,7 @@ def fit_config(target: Path, cache: Path, prompts: Path, folder: Path) -> dict:
             "precision": "bf16-mixed",
             "max_steps": 12,
             "gradient_clip_val": 1.0,
-            "val_check_interval": 4,
+            "val_check_interval": 3,  # an epoch has 4 batches: checkpoints fall into its middle
             "check_val_every_n_epoch": None,
             "num_sanity_val_steps": 0,
             "log_every_n_steps": 2,
@@ -76,8 +77,15 @@ def fit_config(target: Path, cache: Path, prompts: Path, folder: Path) -> dict:
                         "filename": "best",
                         "monitor": "decode/tau",
                         "mode": "max",
-                        "save_top_k": 1,
-                        "save_last": True,
+                        "save_on_train_epoch_end": False,
+                    },
+                },
+                {
+                    "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+                    "init_args": {
+                        "dirpath": str(folder / "checkpoints"),
+                        "filename": "last",
+                        "enable_version_counter": False,
                         "save_on_train_epoch_end": False,
                     },
                 },
@@ -122,13 +130,14 @@ def test_training_leaves_logs_reports_checkpoints_and_exports(road):
         *("train/teacher_forced_tau", "val/loss", "perf/label_tokens_per_second", "perf/data_wait_share"),
     } <= names
     reports = [json.loads(line) for line in (road / "logs" / "decoding.jsonl").read_text().splitlines()]
-    assert [report["step"] for report in reports] == [0, 4, 8, 12]
+    assert [report["step"] for report in reports] == [0, 3, 6, 9, 12]
     # The logged points are the reports' figures, at Lightning's 0-based steps (the one before training is at 0).
     logged = {event.step: event.value for event in events.Scalars("decode/tau")}
-    assert sorted(logged) == [0, 3, 7, 11]
+    assert sorted(logged) == [0, 2, 5, 8, 11]
     np.testing.assert_allclose([logged[step] for step in sorted(logged)], [r["tau"] for r in reports], rtol=1e-6)
     assert all(r["lossless"]["identical"] + r["lossless"]["ties"] == 4 for r in reports)
     assert {path.name for path in (road / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
+    assert read_training_checkpoint(road / "checkpoints" / "last.ckpt").step == 12
     assert {path.name for path in (road / "at_end").iterdir()} == {"zlab", "transformers"}
 
 
@@ -187,6 +196,36 @@ def test_an_interrupted_training_goes_on_from_its_last_checkpoint(road, tmp_path
     steps = [report["step"] for report in reports]
     assert steps == sorted(set(steps))
     assert (steps[0], steps[-1]) == (0, 12)
+
+
+@pytest.mark.slow
+def test_two_ranks_decode_their_share_of_the_prompts(road, llama_folder, tmp_path):
+    config = fit_config(llama_folder, road / "cache", road / "prompts.jsonl", tmp_path)
+    config["trainer"] |= {"devices": 2, "max_steps": 4, "val_check_interval": 2, "precision": "32-true"}
+    config["data"]["batch_size"] = 2
+    file = tmp_path / "fit.yaml"
+    file.write_text(yaml.safe_dump(config))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run([*launch, "-m", "dflash_lightning", "fit", "--config", str(file)], check=True, timeout=300)
+    reports = [json.loads(line) for line in (tmp_path / "logs" / "decoding.jsonl").read_text().splitlines()]
+    assert [report["step"] for report in reports] == [0, 2, 4]
+    assert all(report["lossless"] == {"prompts": 4, "identical": 4, "ties": 0} for report in reports)
+
+
+@pytest.mark.slow
+def test_settings_refused_in_a_constructor_and_an_empty_validation_split_are_one_message(road, llama_folder, tmp_path):
+    file = tmp_path / "fit.yaml"
+    file.write_text(yaml.safe_dump(fit_config(llama_folder, road / "cache", road / "prompts.jsonl", tmp_path)))
+    fit = [sys.executable, "-m", "dflash_lightning", "fit", "--config", str(file)]
+    for wrong, message in (
+        (["--model.drafter.block_size", "65"], "block_size is 65"),
+        (["--model.optimizer.lr", "-1"], "lr is -1.0"),
+        (["--data.validation_fraction", "0"], "there is no validation batch"),
+    ):
+        found = subprocess.run([*fit, *wrong], capture_output=True, text=True, check=False)
+        assert found.returncode == 2, found.stderr
+        assert message in found.stderr
+        assert "Traceback" not in found.stderr
 
 
 def capture_command(road: Path, target: Path, cache: Path, processes: int) -> list[str]:

@@ -28,7 +28,7 @@ def export(
     """Write a drafter as folders that inference engines load without a patch.
 
     Makes one folder a format, OUTPUT/zlab (vLLM, SGLang, llama.cpp, the official package) and OUTPUT/transformers
-    (generate() of transformers). Nothing is overwritten, and an interrupted export leaves no folder behind.
+    (generate() of transformers). Nothing is overwritten, and an interrupted export never looks finished.
 
     Args:
         checkpoint: Training checkpoint (X.ckpt), or a folder exported before. A checkpoint is a pickle: only give one

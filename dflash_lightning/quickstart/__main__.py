@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 import sys
 from dataclasses import asdict
@@ -72,8 +73,9 @@ def check_in_float32(run: Path, result: Path, max_new_tokens: int) -> None:
 
 
 def best_checkpoint(run: Path) -> Path:
-    """The checkpoint with the best decoded tau."""
-    return next(path for path in (run / "checkpoints").iterdir() if path.name.startswith("step="))
+    """The checkpoint with the best decoded tau: its name says it, and a kill may have left an older one beside it."""
+    named = ((path, re.fullmatch(r"step=(\d+)-tau=([\d.]+)\.ckpt", path.name)) for path in run.glob("checkpoints/*"))
+    return max((float(match[2]), int(match[1]), path) for path, match in named if match)[2]
 
 
 def write_prompts(run: Path, train_per_family: int) -> list[dict[str, str]]:

@@ -22,7 +22,10 @@ class StageFailed(DFlashError):
     """A stage's command failed; it has said why on stderr."""
 
     def __init__(self, name: str, code: int):
-        super().__init__(f"stage {name} failed with exit code {code}; run the same command again to go on from there")
+        super().__init__(
+            f"stage {name} failed with exit code {code}; run the same command again to go on from there, or give "
+            "another --output to start anew"
+        )
 
 
 class StageRunner:

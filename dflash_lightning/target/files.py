@@ -1,5 +1,6 @@
 """Where a target's files are: a folder, a hub name or a `.gguf` file, checked before anything is loaded."""
 
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ UNUSABLE = (
     ImportError,
     SafetensorError,
     StrictDataclassError,
+    struct.error,
 )
 
 

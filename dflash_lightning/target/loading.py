@@ -48,6 +48,11 @@ def load_target(name: str, *, dtype: torch.dtype, device: torch.device | str = "
         model = AutoModelForCausalLM.from_pretrained(
             **files.pretrained, dtype=dtype, attn_implementation="sdpa", **unpacked
         )
+    if type(model.get_input_embeddings()) is not torch.nn.Embedding:
+        raise TargetError(
+            f"target {name!r} has {type(model.get_input_embeddings()).__name__} for embeddings, which does more than "
+            "look up rows (it scales them, for example). A drafter is trained on the plain rows; choose another target."
+        )
     return model.eval().requires_grad_(False).to(device)
 
 
