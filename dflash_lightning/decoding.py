@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from dflash_lightning.drafter import Drafter, KeyValue
-from dflash_lightning.errors import ConfigError, DecodingError
+from dflash_lightning.errors import ConfigError
 from dflash_lightning.features import FeatureTap
 
 
@@ -129,9 +129,6 @@ def speculative_decode(
     Args:
         keep_features: return the context features of prompt and text.
         on_commit: called with the tokens of each round as they are committed (first with the prefill's token).
-
-    Raises:
-        DecodingError: the target itself says the drafter's mask token.
     """
     _check(prompt_ids, max_new_tokens)
     device = target.device
@@ -168,11 +165,6 @@ def speculative_decode(
             if on_commit:
                 on_commit(new)
 
-    if drafter.config.mask_token_id in token_ids:
-        raise DecodingError(
-            f"the text holds the mask token {drafter.config.mask_token_id}: the target says it, so that it can't stand "
-            "for an empty slot. Train with another mask_token_id."
-        )
     if keep_features:
         kept.append(features[0])
     return Generation(

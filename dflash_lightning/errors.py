@@ -25,10 +25,6 @@ class CacheError(DFlashError):
     """A feature cache is incomplete, damaged, or belongs to another target or other layers."""
 
 
-class DecodingError(DFlashError):
-    """A text came out that can't be right."""
-
-
 class CheckpointError(DFlashError):
     """A training checkpoint can't be written."""
 
