@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cache_helpers import (
+    HIDDEN,
     LAYERS,
     SHARD_SAMPLES,
     capture,
@@ -234,11 +235,22 @@ def one_supervised(sample):
     sample.loss_mask[-1] = 1
 
 
+def same_at_all_tokens(sample):
+    sample.features[:, HIDDEN : 2 * HIDDEN] = sample.features[0, HIDDEN : 2 * HIDDEN].clone()
+
+
+def one_value_at_a_token(sample):
+    sample.features[1, 2 * HIDDEN :] = 0.0
+    sample.features[1, 2 * HIDDEN + 3] = -0.0
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
         (with_nan, f"1 features are NaN or infinite, first at token 1, layer {LAYERS[1]}"),
         (with_infinity, f"first at token 0, layer {LAYERS[2]}"),
+        (same_at_all_tokens, rf"layer {LAYERS[1]} is the same at all \d+ tokens"),
+        (one_value_at_a_token, f"layer {LAYERS[2]} is constant at token 1: all 24 values are 0"),
         (one_supervised, "at least two supervised tokens in a row"),
         (lambda s: setattr(s, "sample_id", ""), "its id is empty"),
         (lambda s: setattr(s, "input_ids", s.input_ids[:-1]), "lengths differ"),
@@ -263,6 +275,33 @@ def test_unfit_samples_are_refused_by_id(tmp_path, spoil, words):
     assert str(caught.value).startswith(f"sample {samples[1].sample_id!r}: ")
     assert list((tmp_path / "shards").iterdir()) == []
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_layers_that_only_look_constant_are_kept(tmp_path):
+    samples = shard_samples(0)
+    samples[1].features[:, 5] = 2.0  # a channel that is the same at all tokens
+    samples[1].features[0, : HIDDEN - 1] = 0.5  # all values of a layer but one
+    samples[1].features[1, : HIDDEN - 1] = 0.5
+    create_or_join(tmp_path, make_manifest()).write_shard(0, samples)
+    stored = FeatureCache(tmp_path, require_complete=False).read(1)
+    assert torch.equal(stored.features, samples[1].features)
+
+
+def test_only_what_training_can_use_is_stored(tmp_path):
+    """Nothing after the last supervised token, be it as broken as it likes."""
+    samples = shard_samples(0)
+    kept = [len(sample.input_ids) for sample in samples]
+    kept[1] -= 5
+    samples[1].loss_mask[-5:] = 0
+    samples[1].loss_mask[-7:-5] = 1
+    samples[1].features[-5:] = float("nan")
+    create_or_join(tmp_path, make_manifest()).write_shard(0, samples)
+    cache = FeatureCache(tmp_path, require_complete=False)
+    assert cache.lengths.tolist() == kept
+    stored = cache.read(1)
+    assert torch.equal(stored.features, samples[1].features[:-5])
+    np.testing.assert_array_equal(stored.input_ids, samples[1].input_ids[:-5])
+    np.testing.assert_array_equal(stored.loss_mask, samples[1].loss_mask[:-5])
 
 
 def test_the_planned_number_of_samples_is_required(tmp_path):

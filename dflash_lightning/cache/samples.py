@@ -57,15 +57,45 @@ def count_anchor_candidates(loss_mask: np.ndarray) -> int:
     return int(np.count_nonzero(supervised[:-1] & supervised[1:]))
 
 
-def check_sample(sample: Sample, target_layer_ids: tuple[int, ...], hidden_size: int) -> None:
-    """Raise SampleError unless the sample has the types, shapes and values that the format promises to readers."""
+def storable(sample: Sample, target_layer_ids: tuple[int, ...], hidden_size: int) -> Sample:
+    """The part of a sample that training can use, checked: it ends with the last supervised token.
 
+    No later token is a label, and no block can start after it.
+
+    Args:
+        sample: as the producer made it.
+        target_layer_ids: the K tapped layers.
+        hidden_size: H of the target.
+
+    Returns:
+        The sample, cut after its last supervised token; its arrays are views.
+
+    Raises:
+        SampleError: wrong types or lengths, no place for a training block, features that are NaN or infinite, or a
+            tapped layer that is constant (over the tokens, or over the channels of a token), as it is when a layer
+            didn't run.
+    """
+    _check_form(sample, len(target_layer_ids), hidden_size)
+    supervised = np.flatnonzero(sample.loss_mask)
+    end = int(supervised[-1]) + 1 if len(supervised) else 0
+    part = Sample(sample.sample_id, sample.input_ids[:end], sample.loss_mask[:end], sample.features[:end])
+    if count_anchor_candidates(part.loss_mask) == 0:
+        raise SampleError(
+            sample.sample_id,
+            "no place for a training block: it needs at least two supervised tokens in a row "
+            f"({len(supervised)} of {len(sample.loss_mask)} tokens are supervised)",
+        )
+    _check_values(part, target_layer_ids)
+    return part
+
+
+def _check_form(sample: Sample, num_layers: int, hidden_size: int) -> None:
     def require(condition: bool, reason: str) -> None:
         if not condition:
             raise SampleError(sample.sample_id, reason)
 
     ids, mask, features = sample.input_ids, sample.loss_mask, sample.features
-    width = len(target_layer_ids) * hidden_size
+    width = num_layers * hidden_size
     require(bool(sample.sample_id), "its id is empty")
     require(ids.dtype == np.int32, f"input_ids must be int32, not {ids.dtype}")
     require(mask.dtype == np.uint8, f"loss_mask must be uint8, not {mask.dtype}")
@@ -76,22 +106,38 @@ def check_sample(sample: Sample, target_layer_ids: tuple[int, ...], hidden_size:
     )
     require(
         features.shape[1:] == (width,),
-        f"features have shape {list(features.shape)}; expected [{len(ids)}, {width}] "
-        f"({len(target_layer_ids)} layers x {hidden_size})",
+        f"features have shape {list(features.shape)}; expected [{len(ids)}, {width}] ({num_layers} layers x "
+        f"{hidden_size})",
     )
     require(bool((ids >= 0).all()), "input_ids has a negative id")
     require(bool((mask <= 1).all()), "loss_mask has a value other than 0 and 1")
-    require(
-        count_anchor_candidates(mask) > 0,
-        "no place for a training block: it needs at least two supervised tokens in a row "
-        f"({int(mask.sum())} of {len(mask)} tokens are supervised)",
-    )
-    magnitudes = feature_bits(features) & 0x7FFF
+
+
+def _check_values(sample: Sample, target_layer_ids: tuple[int, ...]) -> None:
+    tokens, width = sample.features.shape
+    hidden_size = width // len(target_layer_ids)
+    magnitudes = feature_bits(sample.features) & 0x7FFF
     if magnitudes.max() >= BFLOAT16_INFINITY:
         spoiled = np.argwhere(magnitudes >= BFLOAT16_INFINITY)
         token, column = spoiled[0]
-        layer = target_layer_ids[column // hidden_size]
-        require(False, f"{len(spoiled)} features are NaN or infinite, first at token {token}, layer {layer}")
+        raise SampleError(
+            sample.sample_id,
+            f"{len(spoiled)} features are NaN or infinite, first at token {token}, layer "
+            f"{target_layer_ids[column // hidden_size]}",
+        )
+    states = sample.features.view(tokens, len(target_layer_ids), hidden_size)
+    # Only layers and tokens whose first two values are equal are looked at as a whole.
+    for k in torch.nonzero((states[0] == states[1]).all(dim=1)).flatten().tolist():
+        if bool((states[:, k] == states[0, k]).all()):
+            raise SampleError(sample.sample_id, f"layer {target_layer_ids[k]} is the same at all {tokens} tokens")
+    if hidden_size > 1:
+        for token, k in torch.nonzero(states[:, :, 0] == states[:, :, 1]).tolist():
+            if bool((states[token, k] == states[token, k, 0]).all()):
+                raise SampleError(
+                    sample.sample_id,
+                    f"layer {target_layer_ids[k]} is constant at token {token}: all {hidden_size} values are "
+                    f"{states[token, k, 0].item():g}",
+                )
 
 
 def feature_bits(features: torch.Tensor) -> np.ndarray:

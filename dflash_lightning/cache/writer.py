@@ -17,7 +17,7 @@ from dflash_lightning.cache.files import (
     write_synced,
 )
 from dflash_lightning.cache.manifest import MANIFEST, CacheManifest
-from dflash_lightning.cache.samples import Sample, SampleError, check_sample, count_anchor_candidates, feature_bits
+from dflash_lightning.cache.samples import Sample, SampleError, count_anchor_candidates, feature_bits, storable
 from dflash_lightning.cache.shards import MARKER, SHARDS, ShardMarker, StoredObject, shard_folder, temporary_folder
 from dflash_lightning.errors import CacheError
 
@@ -112,9 +112,9 @@ class CacheWriter:
         planned = self.manifest.shard_samples[shard]
         if len(samples) != planned:
             raise CacheError(f"shard {shard:06d}: {len(samples)} samples given, the manifest plans {planned}")
+        samples = [storable(sample, self.manifest.target_layer_ids, self.manifest.hidden_size) for sample in samples]
         seen = set()
         for sample in samples:
-            check_sample(sample, self.manifest.target_layer_ids, self.manifest.hidden_size)
             if sample.sample_id in seen:
                 raise SampleError(sample.sample_id, f"its id occurs twice in shard {shard:06d}")
             seen.add(sample.sample_id)
