@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from dflash_lightning import __version__
-from dflash_lightning.cache import CacheManifest, Sample, create_or_join
+from dflash_lightning.cache import BackgroundWriter, CacheManifest, Sample, create_or_join
 from dflash_lightning.config import DrafterSettings
 from dflash_lightning.distributed import launched_place
 from dflash_lightning.errors import ConfigError, DataError
@@ -154,14 +154,16 @@ def capture(
             device = f"cuda:{place.local_rank}" if torch.cuda.is_available() else "cpu"
         model = load_target(target, dtype=getattr(torch, dtype), device=device)
         process = f"capture, process {place.rank + 1} of {place.world_size}"
-        with track(sum(len(shards[i]) for i in mine), process, "tokens") as progress:
+        total = sum(len(shards[i]) for i in mine)
+        with track(total, process, "tokens") as progress, BackgroundWriter(writer) as background:
             for shard in mine:
                 members = [samples[k] for k in shards[shard]]
                 finished: dict[int, Sample] = {}
                 for index, sample in capture_samples(model, members, layer_ids, batch_tokens):
                     finished[index] = sample
                     progress.advance(1, done=len(sample.input_ids))
-                writer.write_shard(shard, [finished[i] for i in range(len(members))])
+                    background.check()
+                background.write_shard(shard, [finished[i] for i in range(len(members))])
     committed = sum(writer.is_committed(i) for i in range(len(shards)))
     say(
         f"{cache}: process {place.rank + 1} of {place.world_size} is done, {len(mine)} shards written now; "

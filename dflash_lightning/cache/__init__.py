@@ -1,10 +1,11 @@
 """The feature cache: what the target computed, once, on disk, for every epoch of training.
 
 A cache is a folder of shards, each one Zarr v3 group with one writer; `docs/cache-format.md` describes it byte by byte.
-Producers call `create_or_join` and `CacheWriter.write_shard`; training reads through `FeatureCache`. Nothing here knows
-of drafters, of Lightning or of the program that ran the target.
+Producers call `create_or_join` and `CacheWriter.write_shard`, or `BackgroundWriter` around it; training reads through
+`FeatureCache`. Nothing here knows of drafters, of Lightning or of the program that ran the target.
 """
 
+from dflash_lightning.cache.background import BackgroundWriter
 from dflash_lightning.cache.describe import describe
 from dflash_lightning.cache.manifest import CacheManifest, TargetIdentity
 from dflash_lightning.cache.reader import FeatureCache
@@ -13,6 +14,7 @@ from dflash_lightning.cache.verify import Fault, verify
 from dflash_lightning.cache.writer import CacheWriter, create_or_join
 
 __all__ = [
+    "BackgroundWriter",
     "CacheManifest",
     "CacheWriter",
     "Fault",
