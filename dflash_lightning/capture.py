@@ -93,7 +93,7 @@ def capture(
     device: str = "auto",
     batch_tokens: int = 4096,
     shard_tokens: int = 32768,
-    num_threads: int | None = None,
+    num_threads: int = 1,
 ) -> None:
     """Store the target's context features of prepared texts in a feature cache.
 
@@ -111,16 +111,17 @@ def capture(
         device: where the target runs; auto takes this process's GPU if there is one.
         batch_tokens: tokens of a forward, padding included.
         shard_tokens: tokens of a shard, the unit that is redone after an interruption.
-        num_threads: CPU threads of each process. Default: torch's own choice.
+        num_threads: CPU threads of each process, whatever its launcher allows. The last bits of the features depend on
+            it, so a cache has one number; to use more cores, run more processes.
 
     Raises:
         DataError, TargetError, CacheError, ConfigError: each says what was found, what was expected and what to do.
     """
-    for name, value in (("batch_tokens", batch_tokens), ("shard_tokens", shard_tokens), ("limit", limit)):
+    counts = {"batch_tokens": batch_tokens, "shard_tokens": shard_tokens, "num_threads": num_threads, "limit": limit}
+    for name, value in counts.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; expected at least 1.")
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
+    torch.set_num_threads(num_threads)
     place = launched_place()
     identity = target_identity(target)
     text_config = target_text_config(target)
@@ -136,22 +137,32 @@ def capture(
             "teach a drafter for another. Name the same target, or prepare again."
         )
     samples = samples[:limit]
+    if not samples:
+        raise DataError(f"{data} holds no sample; prepare some prompts first.")
     shards = plan_shards(samples, shard_tokens)
+    if device == "auto":
+        device = f"cuda:{place.local_rank}" if torch.cuda.is_available() else "cpu"
     manifest = CacheManifest(
         target=identity,
         target_layer_ids=layer_ids,
         hidden_size=text_config.hidden_size,
-        generation={**info.generation, "capture_dtype": dtype, "capture_batch_tokens": batch_tokens},
+        generation=info.generation,
+        capture={
+            "dtype": dtype,
+            "device": torch.device(device).type,
+            "num_threads": num_threads,
+            "batch_tokens": batch_tokens,
+            "shard_tokens": shard_tokens,
+        },
         dataset_sha256=info.dataset_sha256,
-        max_length=None,
+        max_length=max(len(sample.input_ids) for sample in samples),
+        data=str(data.resolve()),
         code_version=__version__,
         shard_samples=tuple(map(len, shards)),
     )
     writer = create_or_join(cache, manifest, rank=place.rank)
     mine = [i for i in range(place.rank, len(shards), place.world_size) if not writer.is_committed(i)]
     if mine:
-        if device == "auto":
-            device = f"cuda:{place.local_rank}" if torch.cuda.is_available() else "cpu"
         model = load_target(target, dtype=getattr(torch, dtype), device=device)
         process = f"capture, process {place.rank + 1} of {place.world_size}"
         total = sum(len(shards[i]) for i in mine)

@@ -21,8 +21,10 @@ def make_manifest(**changes) -> CacheManifest:
         "target_layer_ids": LAYERS,
         "hidden_size": HIDDEN,
         "generation": {"mode": "greedy", "thinking": False, "max_new_tokens": 64},
+        "capture": {"dtype": "bfloat16", "device": "cpu", "num_threads": 1},
         "dataset_sha256": "d" * 64,
         "max_length": 512,
+        "data": "data",
         "code_version": "0.1.0",
         "shard_samples": SHARD_SAMPLES,
     }

@@ -62,27 +62,27 @@ def test_writers_at_once_make_the_same_bytes(tmp_path, reference, world):
     assert verify(folder) == []
 
 
-def join_with(path, barrier, results, revision):
-    manifest = make_manifest(target=TargetIdentity("tiny", revision, "w" * 64, "t" * 64, "c" * 64))
+def join_with(path, barrier, results, mode):
+    manifest = make_manifest(generation={"mode": mode})
     barrier.wait()
     try:
         create_or_join(path, manifest)
-        results.put((revision, None))
+        results.put((mode, None))
     except CacheError as error:
-        results.put((revision, str(error)))
+        results.put((mode, str(error)))
 
 
 def test_of_different_manifests_one_wins_and_the_others_are_told(tmp_path):
     barrier, results = PROCESSES.Barrier(4), PROCESSES.Queue()
-    processes = [start(join_with, tmp_path / "cache", barrier, results, revision) for revision in "aabb"]
+    processes = [start(join_with, tmp_path / "cache", barrier, results, mode) for mode in "aabb"]
     told = [results.get(timeout=60) for _ in processes]
     assert finish(*processes) == [0] * 4
-    winner = next(revision for revision, error in told if error is None)
-    assert sorted(revision for revision, error in told if error is None) == [winner] * 2
-    (loser,) = {revision for revision, _ in told} - {winner}
-    for revision, error in told:
-        if revision == loser:
-            assert f"target.revision: cache has {winner}, this run has {loser}" in error
+    winner = next(mode for mode, error in told if error is None)
+    assert sorted(mode for mode, error in told if error is None) == [winner] * 2
+    (loser,) = {mode for mode, _ in told} - {winner}
+    for mode, error in told:
+        if mode == loser:
+            assert f"generation.mode: cache has {winner}, this run has {loser}" in error
     assert sorted(file.name for file in (tmp_path / "cache").iterdir()) == ["manifest.json", "shards"]
 
 
@@ -176,8 +176,10 @@ def test_each_differing_field_is_listed_with_both_values(tmp_path):
         target_layer_ids=(1, 4),
         hidden_size=32,
         generation={"mode": "sample", "thinking": False, "temperature": 0.7},
+        capture={"dtype": "bfloat16", "device": "cuda", "num_threads": 1},
         dataset_sha256="e" * 64,
-        max_length=None,
+        max_length=100,
+        data="elsewhere",
         code_version="0.2.0",
         shard_samples=(5,) * 20,
     )
@@ -191,13 +193,24 @@ def test_each_differing_field_is_listed_with_both_values(tmp_path):
         "hidden_size: cache has 24, this run has 32",
         "generation.mode: cache has greedy, this run has sample",
         "generation.max_new_tokens: cache has 64, this run has nothing",
+        "capture.device: cache has cpu, this run has cuda",
         f"dataset_sha256: cache has {'d' * 64}, this run has {'e' * 64}",
-        "max_length: cache has 512, this run has None",
-        "code_version: cache has 0.1.0, this run has 0.2.0",
+        "max_length: cache has 512, this run has 100",
         "shard_samples: cache has 10 samples in 4 shards (3, 1, 4, 2), "
         "this run has 100 samples in 20 shards (5, 5, 5, 5, 5, 5, 5, 5, ...)",
         "generation.temperature: cache has nothing, this run has 0.7",
     ]
+
+
+def test_where_things_came_from_is_free_to_change(tmp_path):
+    """A renamed target, data that moved, a newer version: the same cache goes on, its manifest stays as it was."""
+    create_or_join(tmp_path, make_manifest()).write_shard(0, shard_samples(0))
+    before = (tmp_path / "manifest.json").read_bytes()
+    target = TargetIdentity("renamed", "v2", "w" * 64, "t" * 64, "c" * 64)
+    writer = create_or_join(tmp_path, make_manifest(target=target, data="elsewhere", code_version="0.2.0"))
+    assert writer.is_committed(0)
+    writer.write_shard(1, shard_samples(1))
+    assert (tmp_path / "manifest.json").read_bytes() == before
 
 
 def test_a_folder_that_is_something_else_is_refused(tmp_path):

@@ -93,8 +93,10 @@ def write_cache(path: Path, samples: list[Sample], *, target: Path, layer_ids, h
         target_layer_ids=tuple(layer_ids),
         hidden_size=hidden_size,
         generation={},
+        capture={},
         dataset_sha256="d" * 64,
-        max_length=None,
+        max_length=max(len(sample.input_ids) for sample in samples),
+        data="data",
         code_version="0",
         shard_samples=tuple(map(len, shards)),
     )

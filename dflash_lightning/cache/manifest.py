@@ -16,10 +16,11 @@ from dflash_lightning.cache.files import (
 from dflash_lightning.errors import CacheError
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 FEATURE_DTYPE = "bfloat16"
 LAYER_CONVENTION = "0-based decoder layer outputs: layer i is hidden_states[i + 1] of transformers"
 NOT_SET = "nothing"
+PROVENANCE = ("target.name", "target.revision", "data", "code_version")
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,13 @@ class CacheManifest:
             (see `layer_convention`).
         hidden_size: H; a feature row has K * H values.
         generation: how the answers were made (mode, thinking, max_new_tokens, ...); any JSON object.
-        dataset_sha256: fingerprint of the samples that the plan was made from.
-        max_length: tokens at which samples were cut, or None.
-        code_version: version of the code that planned the cache.
+        capture: the settings of the forward that the features' bits depend on (dtype, device, batch_tokens, ...); any
+            JSON object.
+        dataset_sha256: fingerprint of the data set that the samples are from.
+        max_length: tokens of the longest planned sample.
+        data: where the data set was. For people and for `cache verify --repair`.
+        code_version: version of the code that planned the cache. For people: what a version can read and continue is
+            told by `format_version`.
         shard_samples: number of samples in each planned shard. It follows from the data set alone, never from the
             number of writers, so that every run plans the same files.
 
@@ -68,15 +73,18 @@ class CacheManifest:
     hidden_size: int
     feature_dtype: str = FEATURE_DTYPE
     generation: dict
+    capture: dict
     dataset_sha256: str
-    max_length: int | None
+    max_length: int
+    data: str
     code_version: str
     shard_samples: tuple[int, ...]
 
     def __post_init__(self):
         object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
         object.__setattr__(self, "shard_samples", tuple(self.shard_samples))
-        object.__setattr__(self, "generation", json.loads(json.dumps(self.generation)))
+        for field in ("generation", "capture"):
+            object.__setattr__(self, field, json.loads(json.dumps(getattr(self, field))))
         if self.format_version != FORMAT_VERSION:
             raise CacheError(f"the cache has format version {self.format_version}; this version reads {FORMAT_VERSION}")
         if self.feature_dtype != FEATURE_DTYPE or self.layer_convention != LAYER_CONVENTION:
@@ -151,17 +159,24 @@ class CacheManifest:
         raise CacheError(f"{file} has format version {found}; this version reads {FORMAT_VERSION}")
 
     def differences(self, other: "CacheManifest") -> list[str]:
-        """Each field in which the cache (self) and a run (other) differ: "field: cache has X, this run has Y"."""
+        """Each field in which the cache (self) and a run (other) differ: "field: cache has X, this run has Y".
+
+        Fields that only say where things came from are free: `data`, `code_version`, and the target's name and
+        revision as long as its hashes are the same.
+        """
+        free = set(PROVENANCE)
+        if not self.target.fits(other.target):
+            free -= {"target.name", "target.revision"}
         mine, theirs = _flat(self), _flat(other)
         return [
             f"{field}: cache has {_show(field, self)}, this run has {_show(field, other)}"
             for field in {**mine, **theirs}
-            if mine.get(field, NOT_SET) != theirs.get(field, NOT_SET)
+            if field not in free and mine.get(field, NOT_SET) != theirs.get(field, NOT_SET)
         ]
 
 
 def _flat(manifest: CacheManifest) -> dict:
-    """All fields, with those of the target and of `generation` as "target.name" and so on."""
+    """All fields, those of objects as "target.name", "capture.dtype" and so on."""
     flat = {}
     for field, value in asdict(manifest).items():
         flat |= {f"{field}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {field: value}
