@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from datamodules.sampler import MicroBatch, StepSampler, ValidationSampler
 from dflash_lightning.blocks import sample_anchors
-from dflash_lightning.cache import FeatureCache, Sample
+from dflash_lightning.cache import FeatureCache, ObjectStoreSettings, Sample, open_store
 from dflash_lightning.errors import ConfigError
 from dflash_lightning.module import ContextBatch
 
@@ -105,15 +105,17 @@ class FeatureCacheDataModule(L.LightningDataModule):
         validation_fraction: float = 0.05,
         num_workers: int = 0,
         seed: int = 0,
+        object_store: ObjectStoreSettings | None = None,
     ):
         """
         Args:
-            cache: folder of a complete feature cache.
+            cache: folder or URL of a complete feature cache.
             batch_size: samples in a micro-batch of one rank.
             num_anchors: blocks drawn from each sample, at most.
             validation_fraction: share of samples held back for the validation loss.
             num_workers: processes that read ahead; 0 reads in the training process.
             seed: of sample order and anchors.
+            object_store: how to reach a cache that is a URL.
         """
         super().__init__()
         for name, value in (("batch_size", batch_size), ("num_anchors", num_anchors)):
@@ -121,7 +123,8 @@ class FeatureCacheDataModule(L.LightningDataModule):
                 raise ConfigError(f"data.{name} is {value}; expected at least 1.")
         if not 0 <= validation_fraction < 1:
             raise ConfigError(f"data.validation_fraction is {validation_fraction}; expected 0 to below 1.")
-        self.cache_path, self.batch_size, self.num_anchors = cache, batch_size, num_anchors
+        self.store = open_store(cache, object_store)
+        self.batch_size, self.num_anchors = batch_size, num_anchors
         self.validation_fraction, self.num_workers, self.seed = validation_fraction, num_workers, seed
 
     def setup(self, stage: str | None = None) -> None:  # noqa: ARG002
@@ -131,7 +134,7 @@ class FeatureCacheDataModule(L.LightningDataModule):
                 "trainer.use_distributed_sampler is true, so that Lightning would put its own sampler in the place of "
                 "ours; set it to false."
             )
-        self.cache = FeatureCache(self.cache_path)
+        self.cache = FeatureCache(self.store)
         module = self.trainer.lightning_module
         self.cache.check_compatible(
             module.target_identity, module.drafter_config.target_layer_ids, module.drafter_config.hidden_size

@@ -13,7 +13,14 @@ import torch
 from transformers import PreTrainedModel
 
 from dflash_lightning import __version__
-from dflash_lightning.cache import BackgroundWriter, CacheManifest, Sample, create_or_join
+from dflash_lightning.cache import (
+    BackgroundWriter,
+    CacheManifest,
+    ObjectStoreSettings,
+    Sample,
+    create_or_join,
+    open_store,
+)
 from dflash_lightning.config import DrafterSettings
 from dflash_lightning.distributed import launched_place
 from dflash_lightning.errors import ConfigError, DataError
@@ -85,7 +92,7 @@ def capture_samples(
 def capture(
     target: str,
     data: Path,
-    cache: Path,
+    cache: str,
     limit: int | None = None,
     target_layer_ids: list[int] | None = None,
     num_tapped_layers: int = 5,
@@ -94,16 +101,17 @@ def capture(
     batch_tokens: int = 4096,
     shard_tokens: int = 32768,
     num_threads: int = 1,
+    object_store: ObjectStoreSettings = ObjectStoreSettings(),  # noqa: B008
 ) -> None:
     """Store the target's context features of prepared texts in a feature cache.
 
-    Run it in one process, or in many under torchrun or srun on a shared path. It can be killed at any moment; the same
-    command goes on where it stopped, with any number of processes.
+    Run it in one process, or in many under torchrun or srun on a shared path or an object store. It can be killed at
+    any moment; the same command goes on where it stopped, with any number of processes.
 
     Args:
         target: folder, hub name or .gguf file of the target.
         data: folder that `prepare` wrote.
-        cache: folder of the feature cache; made if missing.
+        cache: folder or URL (s3://, gs://, az://) of the feature cache; a folder is made if missing.
         limit: take only so many samples.
         target_layer_ids: layers to tap, 0-based. Default: spread evenly over the target.
         num_tapped_layers: how many layers to tap when target_layer_ids is left out.
@@ -113,6 +121,7 @@ def capture(
         shard_tokens: tokens of a shard, the unit that is redone after an interruption.
         num_threads: CPU threads of each process, whatever its launcher allows. The last bits of the features depend on
             it, so a cache has one number; to use more cores, run more processes.
+        object_store: how to reach a cache that is a URL.
 
     Raises:
         DataError, TargetError, CacheError, ConfigError: each says what was found, what was expected and what to do.
@@ -160,7 +169,7 @@ def capture(
         code_version=__version__,
         shard_samples=tuple(map(len, shards)),
     )
-    writer = create_or_join(cache, manifest, rank=place.rank)
+    writer = create_or_join(open_store(cache, object_store), manifest, rank=place.rank)
     mine = [i for i in range(place.rank, len(shards), place.world_size) if not writer.is_committed(i)]
     if mine:
         model = load_target(target, dtype=getattr(torch, dtype), device=device)

@@ -11,9 +11,9 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from dflash_lightning.decoding import greedy_decode
+from dflash_lightning.durable import write_whole
 from dflash_lightning.evaluation import Prompt, PromptResult, evaluate_prompt, load_prompts, summarize
 from dflash_lightning.export import check_fits_target, load_drafter
-from dflash_lightning.prepared import write_whole
 from dflash_lightning.progress import track
 from dflash_lightning.target import (
     load_generation_config,

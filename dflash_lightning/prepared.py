@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from dflash_lightning.cache import TargetIdentity
+from dflash_lightning.durable import write_whole
 from dflash_lightning.errors import DataError
 
 SAMPLES, SKIPPED, INFO, JOURNAL = "samples.jsonl", "skipped.jsonl", "data.json", "journal.jsonl"
@@ -166,18 +166,3 @@ def dataset_sha256(samples: Iterable[PreparedSample]) -> str:
 def dump_line(record: dict[str, Any]) -> str:
     """One line of a JSONL file."""
     return json.dumps(record, ensure_ascii=False) + "\n"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all, whatever happens meanwhile."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

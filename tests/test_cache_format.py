@@ -18,9 +18,10 @@ from dflash_lightning.cache import (
     count_anchor_candidates,
     create_or_join,
     describe,
+    open_store,
     verify,
 )
-from dflash_lightning.cache.files import dump_record
+from dflash_lightning.cache.records import dump_record
 from dflash_lightning.errors import CacheError
 
 FORMAT_PAGE = Path(__file__).parent.parent / "docs" / "cache-format.md"
@@ -121,10 +122,10 @@ def test_layout_is_the_documented_one(cache_folder):
 
 def test_manifest_round_trip_and_damage(tmp_path):
     manifest = make_manifest(max_length=100)
-    manifest.save(tmp_path)
-    make_manifest().save(tmp_path)
-    manifest.save(tmp_path)
-    assert CacheManifest.load(tmp_path) == manifest
+    store = open_store(tmp_path)
+    assert manifest.create(store)
+    assert not make_manifest().create(store)
+    assert CacheManifest.load(store) == manifest
     assert [file.name for file in tmp_path.iterdir()] == ["manifest.json"]
     file = tmp_path / "manifest.json"
     whole = file.read_bytes()
@@ -132,7 +133,7 @@ def test_manifest_round_trip_and_damage(tmp_path):
     for position in range(0, len(whole), 7):
         file.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
         with pytest.raises(CacheError, match=r"manifest\.json"):
-            CacheManifest.load(tmp_path)
+            CacheManifest.load(store)
 
 
 def test_another_format_version_is_named(tmp_path):
@@ -158,7 +159,7 @@ def test_describe(cache_folder, tmp_path):
     assert told["bytes_per_token"] == cache.num_bytes / cache.num_tokens
     assert told["target_layer_ids"] == list(LAYERS)
     assert told["generation"]["mode"] == "greedy"
-    make_manifest().save(tmp_path)
+    make_manifest().create(open_store(tmp_path))
     told = describe(tmp_path)
     assert (told["complete"], told["shards_committed"], told["shards_planned"]) == (False, 0, 4)
     assert told["bytes_per_token"] is None

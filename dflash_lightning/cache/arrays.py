@@ -1,9 +1,10 @@
-"""The Zarr arrays of one shard: names, types, chunks and codecs. The only module that calls zarr."""
+"""The Zarr arrays of one shard: names, types, chunks and codecs. The only module that reads or writes one."""
 
 from pathlib import Path
 
 import numpy as np
 import zarr
+import zarr.abc.store
 from zarr.codecs import BloscCodec, Crc32cCodec
 
 FEATURES = "features"
@@ -80,10 +81,10 @@ def write_arrays(
         array[...] = values
 
 
-def open_array(folder: Path, name: str) -> zarr.Array:
-    """Open array `name` of the shard in `folder` for reading. Values are read, and their CRC checked, on access."""
+def open_array(store: zarr.abc.store.Store, shard: str, name: str) -> zarr.Array:
+    """Open array `name` of the group `shard` for reading. Values are read, and their CRC checked, on access."""
     limit_threads()
-    return zarr.open_array(folder / name, mode="r", zarr_format=3)
+    return zarr.open_array(store, path=f"{shard}/{name}", mode="r", zarr_format=3)
 
 
 def limit_threads() -> None:

@@ -3,30 +3,32 @@
 from dataclasses import asdict
 from pathlib import Path
 
+from dflash_lightning.cache.location import open_store
 from dflash_lightning.cache.manifest import CacheManifest
 from dflash_lightning.cache.shards import ShardMarker
+from dflash_lightning.cache.store import CacheStore
 
 
-def describe(path: str | Path) -> dict:
+def describe(cache: str | Path | CacheStore) -> dict:
     """Sum up a cache, finished or not, from its manifest and markers. The answer can be written as JSON.
 
     Returns:
-        path, complete, shards_committed, shards_planned, samples, samples_planned, tokens, bytes (on disk),
+        path, complete, shards_committed, shards_planned, samples, samples_planned, tokens, bytes (stored),
         bytes_per_token (None without a token), uncompressed_bytes_per_token (of the features), and every field of the
         manifest but `shard_samples`.
 
     Raises:
         CacheError: no cache there, or its manifest or a marker is damaged.
     """
-    cache = Path(path)
-    manifest = CacheManifest.load(cache)
-    found = (ShardMarker.load(cache, shard) for shard in range(manifest.num_shards))
+    store = open_store(cache)
+    manifest = CacheManifest.load(store)
+    found = (ShardMarker.load(store, shard) for shard in range(manifest.num_shards))
     markers = [marker for marker in found if marker is not None]
     tokens = sum(marker.rows for marker in markers)
     num_bytes = sum(marker.num_bytes for marker in markers)
     identity = {field: value for field, value in asdict(manifest).items() if field != "shard_samples"}
     return {
-        "path": str(cache),
+        "path": store.location,
         "complete": len(markers) == manifest.num_shards,
         "shards_committed": len(markers),
         "shards_planned": manifest.num_shards,

@@ -1,18 +1,10 @@
 """The manifest: the target, layers, data and generation that a cache belongs to, and how its samples form shards."""
 
 import json
-import os
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-from dflash_lightning.cache.files import (
-    TEMPORARY_PREFIX,
-    dump_record,
-    parse_record,
-    sync_folder,
-    temporary_until_renamed,
-    write_synced,
-)
+from dflash_lightning.cache.records import dump_record, parse_record
+from dflash_lightning.cache.store import CacheStore
 from dflash_lightning.errors import CacheError
 
 MANIFEST = "manifest.json"
@@ -111,42 +103,26 @@ class CacheManifest:
     def num_shards(self) -> int:
         return len(self.shard_samples)
 
-    def save(self, path: str | Path) -> None:
-        """Write `manifest.json` into the cache folder `path`, replacing an older one in one step."""
-        self._write(Path(path), os.replace)
-
-    def create(self, path: str | Path) -> bool:
-        """Write `manifest.json` into the folder `path` unless there is one; of several processes exactly one succeeds.
+    def create(self, store: CacheStore) -> bool:
+        """Write `manifest.json` into the cache unless there is one; of several processes exactly one succeeds.
 
         Returns:
             Whether this call wrote it. After either answer a whole manifest is there.
         """
-        try:
-            self._write(Path(path), os.link)
-        except FileExistsError:
-            return False
-        return True
-
-    def _write(self, folder: Path, publish) -> None:
-        data = dump_record(asdict(self))
-        temporary = folder / f"{TEMPORARY_PREFIX}{MANIFEST}-{os.uname().nodename}-{os.getpid()}"
-        with temporary_until_renamed(folder, len(data), removed=temporary):
-            write_synced(temporary, data)
-            publish(temporary, folder / MANIFEST)
-            sync_folder(folder)
+        return store.create(MANIFEST, dump_record(asdict(self)))
 
     @classmethod
-    def load(cls, path: str | Path) -> "CacheManifest":
-        """Read the manifest of the cache folder `path`.
+    def load(cls, store: CacheStore) -> "CacheManifest":
+        """Read the manifest of a cache.
 
         Raises:
             CacheError: there is none, it is damaged, or another format version wrote it.
         """
-        file = Path(path) / MANIFEST
+        file = f"{store.location}/{MANIFEST}"
         try:
-            data = file.read_bytes()
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise CacheError(f"{path} is not a feature cache: it has no {MANIFEST}") from error
+            data = store.read(MANIFEST)
+        except FileNotFoundError as error:
+            raise CacheError(f"{store.location} is not a feature cache: it has no {MANIFEST}") from error
         try:
             fields = parse_record(data)
             # The version decides the fields, so it is judged before them.

@@ -1,4 +1,4 @@
-"""Reading a cache: an index of all samples in memory, features from disk one sample at a time."""
+"""Reading a cache: an index of all samples in memory, features from the store one sample at a time."""
 
 import os
 from collections import OrderedDict
@@ -11,9 +11,11 @@ import torch
 import zarr
 
 from dflash_lightning.cache.arrays import FEATURES, FILL_VALUES, data_object, metadata_object, open_array
+from dflash_lightning.cache.location import open_store
 from dflash_lightning.cache.manifest import CacheManifest, TargetIdentity
 from dflash_lightning.cache.samples import Sample
-from dflash_lightning.cache.shards import ShardMarker, damaged, object_fault, shard_folder
+from dflash_lightning.cache.shards import ShardMarker, damaged, object_fault, shard_name
+from dflash_lightning.cache.store import CacheStore
 from dflash_lightning.errors import CacheError
 
 # A bound on memory: an open shard holds its token ids and mask (5 bytes a token); to open one takes milliseconds.
@@ -35,34 +37,34 @@ class FeatureCache:
     read a missing one as fill values without a word. Values are checked by CRC as they are read.
 
     Args:
-        path: the cache folder.
+        cache: path, URL or store of the cache.
         require_complete: refuse a cache whose capture isn't finished. If False, only the committed samples are there.
 
     Attributes:
-        path: the cache folder.
+        store: where the cache lies.
         manifest: target, layers, generation and plan.
         complete: whether every planned shard is committed.
         sample_ids: list of str, one a sample; the order is the plan's.
         lengths: [samples] int64, tokens in each sample.
         anchor_candidates: [samples] int32, places for a training block in each sample (`count_anchor_candidates`).
         num_tokens: tokens in all.
-        num_bytes: bytes of the shards on disk.
+        num_bytes: stored bytes of the shards.
 
     Raises:
         CacheError: no cache there, another format, incomplete or empty, or an index object is missing or damaged.
     """
 
-    def __init__(self, path: str | Path, *, require_complete: bool = True):
-        self.path = Path(path)
-        self.manifest = CacheManifest.load(self.path)
+    def __init__(self, cache: str | Path | CacheStore, *, require_complete: bool = True):
+        self.store = open_store(cache)
+        self.manifest = CacheManifest.load(self.store)
         planned = self.manifest.num_shards
-        found = (ShardMarker.load(self.path, shard) for shard in range(planned))
+        found = (ShardMarker.load(self.store, shard) for shard in range(planned))
         self._markers = {marker.shard: marker for marker in found if marker is not None}
         self.complete = len(self._markers) == planned
         if (require_complete and not self.complete) or not self._markers:
             raise CacheError(
-                f"{self.path}: {len(self._markers)} of {planned} shards are committed; finish it with the same capture "
-                "command"
+                f"{self.store.location}: {len(self._markers)} of {planned} shards are committed; finish it with the "
+                "same capture command"
             )
         self.num_bytes = sum(marker.num_bytes for marker in self._markers.values())
         self._open_shards: OrderedDict[int, _OpenShard] = OrderedDict()
@@ -142,7 +144,7 @@ class FeatureCache:
         ]
         if differences:
             raise CacheError(
-                f"the cache {self.path} doesn't fit this drafter:\n  "
+                f"the cache {self.store.location} doesn't fit this drafter:\n  "
                 + "\n  ".join(differences)
                 + "\nUse the target and the layers that the cache was made with, or capture a new cache."
             )
@@ -165,10 +167,10 @@ class FeatureCache:
     def _open(self, shard: int, name: str) -> zarr.Array:
         # Zarr keeps no checksum of its metadata; they are small, so their digest is checked here.
         for stored, digest in ((metadata_object(name), True), (data_object(name), False)):
-            fault = object_fault(self.path, self._markers[shard], stored, digest)
+            fault = object_fault(self.store, self._markers[shard], stored, digest)
             if fault:
-                raise damaged(self.path, shard, stored, fault)
-        return open_array(shard_folder(self.path, shard), name)
+                raise damaged(self.store, shard, stored, fault)
+        return open_array(self.store.zarr_store(), shard_name(shard), name)
 
     def _read_whole(self, shard: int, name: str) -> np.ndarray:
         return self._values(shard, name, self._open(shard, name), slice(None))
@@ -177,8 +179,8 @@ class FeatureCache:
         try:
             values = array[rows]
         except ValueError as error:
-            raise damaged(self.path, shard, data_object(name), f"its content is damaged ({error})") from error
+            raise damaged(self.store, shard, data_object(name), f"its content is damaged ({error})") from error
         # The object may have vanished since its size was checked.
         if values.flat[0] == FILL_VALUES[name]:
-            raise damaged(self.path, shard, data_object(name), "it was removed or emptied after the cache was opened")
+            raise damaged(self.store, shard, data_object(name), "it was removed or emptied after the cache was opened")
         return values

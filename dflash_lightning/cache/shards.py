@@ -1,15 +1,13 @@
-"""A shard on disk: its folder, its commit marker, and the check of an object against that marker."""
+"""A shard: its name, its commit marker, and the check of an object against that marker."""
 
-import hashlib
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from dflash_lightning.cache.arrays import OBJECTS
-from dflash_lightning.cache.files import TEMPORARY_PREFIX, dump_record, parse_record
+from dflash_lightning.cache.records import dump_record, parse_record
+from dflash_lightning.cache.store import MARKER, CacheStore
 from dflash_lightning.errors import CacheError
 
 SHARDS = "shards"
-MARKER = "COMMITTED"
 
 
 @dataclass(frozen=True)
@@ -42,21 +40,21 @@ class ShardMarker:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the shard on disk, without the marker."""
+        """Stored bytes of the shard, without the marker."""
         return sum(stored.bytes for stored in self.objects.values())
 
     def dump(self) -> bytes:
         return dump_record(asdict(self))
 
     @classmethod
-    def load(cls, cache: Path, shard: int) -> "ShardMarker | None":
+    def load(cls, store: CacheStore, shard: int) -> "ShardMarker | None":
         """Read the marker of a shard; None if the shard isn't committed.
 
         Raises:
             CacheError: the marker is damaged or belongs to another shard.
         """
         try:
-            data = (shard_folder(cache, shard) / MARKER).read_bytes()
+            data = store.read(f"{shard_name(shard)}/{MARKER}")
         except FileNotFoundError:
             return None
         try:
@@ -64,42 +62,37 @@ class ShardMarker:
             fields["objects"] = {name: StoredObject(**stored) for name, stored in fields["objects"].items()}
             marker = cls(**fields)
         except (CacheError, TypeError, KeyError) as error:
-            raise damaged(cache, shard, MARKER, str(error)) from error
+            raise damaged(store, shard, MARKER, str(error)) from error
         if marker.shard != shard:
-            raise damaged(cache, shard, MARKER, f"it belongs to shard {marker.shard:06d}")
+            raise damaged(store, shard, MARKER, f"it belongs to shard {marker.shard:06d}")
         if marker.objects.keys() != OBJECTS:
-            raise damaged(cache, shard, MARKER, f"it lists the objects {sorted(marker.objects)}")
+            raise damaged(store, shard, MARKER, f"it lists the objects {sorted(marker.objects)}")
         return marker
 
 
-def shard_folder(cache: Path, shard: int) -> Path:
-    return cache / SHARDS / f"{shard:06d}"
+def shard_name(shard: int) -> str:
+    """Name of the shard's committed folder within the cache."""
+    return f"{SHARDS}/{shard:06d}"
 
 
-def temporary_folder(cache: Path, shard: int, owner: str) -> Path:
-    """Folder in which `owner` prepares a shard; with owner "*" the pattern of all of them."""
-    return cache / SHARDS / f"{TEMPORARY_PREFIX}{shard:06d}-{owner}"
-
-
-def damaged(cache: Path, shard: int, name: str, what: str) -> CacheError:
+def damaged(store: CacheStore, shard: int, name: str, what: str) -> CacheError:
     """The error for a damaged object: shard, object, what was found, what to do."""
     return CacheError(
-        f"shard {shard:06d}, object {name}: {what}. List all the damage with `dflash-lightning cache verify {cache}`; "
-        f"to repair, delete {shard_folder(cache, shard)} and run the same capture command again."
+        f"shard {shard:06d}, object {name}: {what}. List all the damage with "
+        f"`dflash-lightning cache verify {store.location}`; to repair, "
+        f"delete {store.location}/{shard_name(shard)} and run the same capture command again."
     )
 
 
-def object_fault(cache: Path, marker: ShardMarker, name: str, digest: bool) -> str | None:
+def object_fault(store: CacheStore, marker: ShardMarker, name: str, digest: bool) -> str | None:
     """Say what is wrong with an object, or None: present, of the marker's size and, if `digest`, of its SHA-256."""
-    path, expected = shard_folder(cache, marker.shard) / name, marker.objects[name]
+    stored, expected = f"{shard_name(marker.shard)}/{name}", marker.objects[name]
     try:
-        size = path.stat().st_size
+        size = store.size(stored)
         if size != expected.bytes:
             return f"it has {size:,} bytes, committed were {expected.bytes:,}"
-        if digest:
-            with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
-                    return "its content changed since it was committed (SHA-256)"
+        if digest and store.sha256(stored) != expected.sha256:
+            return "its content changed since it was committed (SHA-256)"
     except FileNotFoundError:
         return "it is missing"
     return None

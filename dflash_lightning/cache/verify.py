@@ -4,8 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dflash_lightning.cache.location import open_store
 from dflash_lightning.cache.manifest import CacheManifest
-from dflash_lightning.cache.shards import MARKER, ShardMarker, object_fault
+from dflash_lightning.cache.shards import ShardMarker, object_fault
+from dflash_lightning.cache.store import MARKER, CacheStore
 from dflash_lightning.errors import CacheError
 
 
@@ -21,11 +23,11 @@ class Fault:
         return f"shard {self.shard:06d}, object {self.object}: {self.what}"
 
 
-def verify(path: str | Path, progress: Callable[[int, int], None] | None = None) -> list[Fault]:
+def verify(cache: str | Path | CacheStore, progress: Callable[[int, int], None] | None = None) -> list[Fault]:
     """Check size and SHA-256 of every object of every planned shard; an uncommitted shard is a fault too.
 
     Args:
-        path: the cache folder.
+        cache: path, URL or store of the cache.
         progress: called after each shard with (shards done, shards planned).
 
     Returns:
@@ -34,19 +36,19 @@ def verify(path: str | Path, progress: Callable[[int, int], None] | None = None)
     Raises:
         CacheError: there is no manifest, or it is damaged: without it nothing can be judged.
     """
-    cache = Path(path)
-    manifest = CacheManifest.load(cache)
+    store = open_store(cache)
+    manifest = CacheManifest.load(store)
     faults = []
     for shard, planned in enumerate(manifest.shard_samples):
-        faults += _shard_faults(cache, shard, planned)
+        faults += _shard_faults(store, shard, planned)
         if progress is not None:
             progress(shard + 1, manifest.num_shards)
     return faults
 
 
-def _shard_faults(cache: Path, shard: int, planned: int) -> list[Fault]:
+def _shard_faults(store: CacheStore, shard: int, planned: int) -> list[Fault]:
     try:
-        marker = ShardMarker.load(cache, shard)
+        marker = ShardMarker.load(store, shard)
     except CacheError as error:
         return [Fault(shard, MARKER, f"damaged: {error.__cause__ or error}")]
     if marker is None:
@@ -56,7 +58,7 @@ def _shard_faults(cache: Path, shard: int, planned: int) -> list[Fault]:
         faults.append(Fault(shard, MARKER, f"it counts {marker.samples} samples, the manifest plans {planned}"))
     for name in sorted(marker.objects):
         try:
-            what = object_fault(cache, marker, name, digest=True)
+            what = object_fault(store, marker, name, digest=True)
         except OSError as error:
             what = f"it can't be read ({error})"
         if what:

@@ -1,7 +1,7 @@
 """Writing a cache: several processes at once, each the only writer of its shards, any of them killed at any moment."""
 
+import hashlib
 import os
-import shutil
 from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
@@ -9,89 +9,73 @@ from pathlib import Path
 import numpy as np
 
 from dflash_lightning.cache.arrays import FEATURES, OBJECTS, write_arrays
-from dflash_lightning.cache.files import (
-    TEMPORARY_PREFIX,
-    sync_and_digest,
-    sync_folder,
-    temporary_until_renamed,
-    write_synced,
-)
+from dflash_lightning.cache.location import open_store
 from dflash_lightning.cache.manifest import MANIFEST, CacheManifest
 from dflash_lightning.cache.samples import Sample, SampleError, count_anchor_candidates, feature_bits, storable
-from dflash_lightning.cache.shards import MARKER, SHARDS, ShardMarker, StoredObject, shard_folder, temporary_folder
+from dflash_lightning.cache.shards import ShardMarker, StoredObject, shard_name
+from dflash_lightning.cache.store import TEMPORARY_PREFIX, CacheStore
 from dflash_lightning.errors import CacheError
 
 
-def create_or_join(path: str | Path, manifest: CacheManifest, *, rank: int = 0) -> "CacheWriter":
-    """Open the cache in folder `path` for writing; create it if it isn't there.
+def create_or_join(cache: str | Path | CacheStore, manifest: CacheManifest, *, rank: int = 0) -> "CacheWriter":
+    """Open a cache for writing; create it if it isn't there.
 
     Any number of processes may call this at once, without talking to each other: one creates the manifest, the others,
     and any later run that resumes, must bring the same one.
 
     Args:
-        path: the cache folder, shared by all writers.
+        cache: path, URL or store of the cache, shared by all writers.
         manifest: what this run is about to write.
         rank: number of this writer, for names of temporary folders and the markers' `producer`.
 
     Raises:
-        CacheError: the cache belongs to a different run (each differing field is listed with both values), the folder
+        CacheError: the cache belongs to a different run (each differing field is listed with both values), the place
             holds something else, or there is no space left.
     """
-    path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
-    if not (path / MANIFEST).exists():
-        strangers = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith(TEMPORARY_PREFIX))
-        if strangers and not (path / MANIFEST).exists():
+    store = open_store(cache)
+    store.make()
+    entries = store.entries()
+    if MANIFEST not in entries:
+        strangers = [entry for entry in entries if not entry.startswith(TEMPORARY_PREFIX)]
+        if strangers and MANIFEST not in store.entries():
             raise CacheError(
-                f"{path} is not empty and has no {MANIFEST}; found {', '.join(strangers[:5])}. Name a new folder, or "
-                "restore the manifest."
+                f"{store.location} is not empty and has no {MANIFEST}; found {', '.join(strangers[:5])}. "
+                "Name a new folder, or restore the manifest."
             )
-        manifest.create(path)
-    differences = CacheManifest.load(path).differences(manifest)
+        manifest.create(store)
+    differences = CacheManifest.load(store).differences(manifest)
     if differences:
         raise CacheError(
-            f"{path} belongs to another run and can't be continued by this one:\n  "
+            f"{store.location} belongs to another run and can't be continued by this one:\n  "
             + "\n  ".join(differences)
             + "\nUse the settings that the cache was made with, or name a new folder."
         )
-    return CacheWriter(path, manifest, rank)
+    return CacheWriter(store, manifest, rank)
 
 
 class CacheWriter:
     """Writes whole shards. The caller sees to it that one shard is written by one process at a time.
 
-    A shard appears in one step: it is written under a temporary name and synced, the folder is renamed, and the marker
-    comes last. A process killed in between leaves only what `sweep` removes.
+    A shard appears in one step: it is prepared on a local disk, then published, and the marker comes last. A process
+    killed in between leaves only what `sweep` removes.
 
     Attributes:
-        path: the cache folder.
+        store: where the cache lies.
         manifest: the manifest of the cache, the plan included.
     """
 
-    def __init__(self, path: Path, manifest: CacheManifest, rank: int):
-        self.path = path
+    def __init__(self, store: CacheStore, manifest: CacheManifest, rank: int):
+        self.store = store
         self.manifest = manifest
         self._producer = {"host": os.uname().nodename, "pid": os.getpid(), "rank": rank}
-        (path / SHARDS).mkdir(exist_ok=True)
 
     def is_committed(self, shard: int) -> bool:
         """Whether the shard is finished and visible to readers; CacheError if its marker is damaged."""
-        return ShardMarker.load(self.path, shard) is not None
+        return ShardMarker.load(self.store, shard) is not None
 
-    def sweep(self, shard: int) -> list[Path]:
-        """Remove what dead producers left of an uncommitted shard; return the removed folders. For its owner only."""
-        pattern = temporary_folder(self.path, shard, "*")
-        leftovers = sorted(pattern.parent.glob(pattern.name))
-        folder = shard_folder(self.path, shard)
-        if folder.exists() and not (folder / MARKER).exists():
-            leftovers.append(folder)
-        for leftover in leftovers:
-            try:
-                shutil.rmtree(leftover)
-            except FileNotFoundError as error:
-                # What is left by the dead doesn't move.
-                raise self._second_writer(shard) from error
-        return leftovers
+    def sweep(self, shard: int) -> list[str]:
+        """Remove what dead producers left of an uncommitted shard; return what was removed. For its owner only."""
+        return self.store.sweep(shard_name(shard))
 
     def write_shard(self, shard: int, samples: Iterable[Sample]) -> ShardMarker:
         """Store and commit the samples of one shard, after sweeping its leftovers.
@@ -119,55 +103,40 @@ class CacheWriter:
                 raise SampleError(sample.sample_id, f"its id occurs twice in shard {shard:06d}")
             seen.add(sample.sample_id)
         if self.is_committed(shard):
-            raise CacheError(f"shard {shard:06d} of {self.path} is already committed")
+            raise CacheError(f"shard {shard:06d} of {self.store.location} is already committed")
         self.sweep(shard)
         columns = _flatten(samples)
         needed = sum(column.nbytes for column in columns.values())
-        temporary = temporary_folder(self.path, shard, f"{self._producer['rank']}-{os.getpid()}")
-        with temporary_until_renamed(self.path, needed, removed=temporary):
-            try:
-                write_arrays(
-                    temporary,
-                    columns,
-                    group_attributes={"format_version": self.manifest.format_version, "shard": shard},
-                    feature_attributes={"feature_dtype": self.manifest.feature_dtype},
-                )
-                objects = {name: StoredObject(*found) for name, found in sync_and_digest(temporary).items()}
-                if objects.keys() != OBJECTS:
-                    raise self._second_writer(shard)
-                marker = ShardMarker(
-                    shard=shard,
-                    rows=len(columns[FEATURES]),
-                    samples=len(samples),
-                    objects=objects,
-                    producer=self._producer,
-                    code_version=self.manifest.code_version,
-                )
-                self._commit(temporary, marker)
-            except FileNotFoundError as error:
-                # Nobody but another writer of this shard removes what is written here.
-                raise self._second_writer(shard) from error
+        with self.store.prepared(shard_name(shard), f"{self._producer['rank']}-{os.getpid()}", needed) as folder:
+            write_arrays(
+                folder,
+                columns,
+                group_attributes={"format_version": self.manifest.format_version, "shard": shard},
+                feature_attributes={"feature_dtype": self.manifest.feature_dtype},
+            )
+            objects = _digests(folder)
+            if objects.keys() != OBJECTS:
+                raise self.store.contested(shard_name(shard))
+            marker = ShardMarker(
+                shard=shard,
+                rows=len(columns[FEATURES]),
+                samples=len(samples),
+                objects=objects,
+                producer=self._producer,
+                code_version=self.manifest.code_version,
+            )
+            self.store.commit(folder, shard_name(shard), marker.dump())
         return marker
 
-    def _commit(self, temporary: Path, marker: ShardMarker) -> None:
-        """Publish a prepared shard. The marker is on disk before the rename, so that space can't run out after it."""
-        folder = shard_folder(self.path, marker.shard)
-        unnamed = f"{TEMPORARY_PREFIX}{MARKER}"
-        write_synced(temporary / unnamed, marker.dump())
-        try:
-            os.rename(temporary, folder)
-        except OSError as error:
-            if folder.exists():
-                raise self._second_writer(marker.shard) from error
-            raise
-        sync_folder(folder.parent)
-        os.rename(folder / unnamed, folder / MARKER)
-        sync_folder(folder)
 
-    def _second_writer(self, shard: int) -> CacheError:
-        return CacheError(
-            f"shard {shard:06d} of {self.path} is being written by another process as well; run one capture at a time"
-        )
+def _digests(folder: Path) -> dict[str, StoredObject]:
+    """Size and SHA-256 of every file below `folder`, by relative path, sorted."""
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            found[path.relative_to(folder).as_posix()] = StoredObject(file.tell(), digest)
+    return dict(sorted(found.items()))
 
 
 def _flatten(samples: list[Sample]) -> dict[str, np.ndarray]:

@@ -1,7 +1,6 @@
 """Write an exported folder: whole, or not at all."""
 
 import json
-import os
 import shutil
 import uuid
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dflash_lightning.config import DrafterConfig
+from dflash_lightning.durable import sync_folder, sync_tree
 from dflash_lightning.errors import ExportError
 from dflash_lightning.export.card import CARD_FILE, METADATA_FILE, Provenance, metadata, model_card
 from dflash_lightning.export.format import Format, TokenIds
@@ -97,8 +97,9 @@ def export_drafter(
         for name, text in files.items():
             (partial / name).write_text(text, encoding="utf-8")
         save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
-        _sync(partial)
+        sync_tree(partial)
         partial.rename(folder)
+        sync_folder(folder.parent)
     except (OSError, SafetensorError) as error:
         raise ExportError(f"{folder} can't be written: {error}. Nothing was left there.") from error
     finally:
@@ -120,10 +121,3 @@ def _exported(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _json(values: dict) -> str:
     return json.dumps(values, indent=2) + "\n"
-
-
-def _sync(folder: Path) -> None:
-    """Write the files through to the disk, so that the rename can't survive a power cut without them."""
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())

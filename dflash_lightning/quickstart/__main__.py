@@ -15,10 +15,11 @@ import yaml
 
 from dflash_lightning.cli import function_parser, one_message, parsed_settings
 from dflash_lightning.decoding import greedy_decode
+from dflash_lightning.durable import write_whole
 from dflash_lightning.errors import TargetError
 from dflash_lightning.evaluation import evaluate_prompt, load_prompts, pooled_tau
 from dflash_lightning.export import load_drafter
-from dflash_lightning.prepared import dump_line, write_whole
+from dflash_lightning.prepared import dump_line
 from dflash_lightning.quickstart.prompts import FAMILIES, HELD_OUT_PER_FAMILY, TRAIN_PER_FAMILY, make_prompts
 from dflash_lightning.quickstart.runner import StageRunner
 from dflash_lightning.quickstart.summary import make_summary, print_summary

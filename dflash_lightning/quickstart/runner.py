@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from dflash_lightning.durable import write_whole
 from dflash_lightning.errors import DFlashError
-from dflash_lightning.prepared import write_whole
 
 RECORD = "stages.json"
 # Programs as modules of this interpreter, so that the scripts needn't be on the path.

@@ -1,0 +1,25 @@
+"""From what a user typed, a path or a URL, to the store behind it."""
+
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from dflash_lightning.cache.object_store import ObjectStorage, ObjectStoreSettings
+from dflash_lightning.cache.store import CacheStore, LocalFolder
+
+
+def open_store(cache: str | Path | CacheStore, settings: ObjectStoreSettings | None = None) -> CacheStore:
+    """The store at a path or URL; a store is returned as it is.
+
+    Args:
+        cache: a path, or a URL with s3://, gs://, az://, abfs://, http(s):// or file://.
+        settings: how to reach an object store; without meaning for a path.
+
+    Raises:
+        CacheError: the URL can't be used.
+    """
+    if isinstance(cache, CacheStore):
+        return cache
+    if isinstance(cache, Path) or "://" not in cache:
+        return LocalFolder(cache)
+    parts = urlsplit(cache)
+    return LocalFolder(unquote(parts.path)) if parts.scheme == "file" else ObjectStorage(cache, settings)
