@@ -7,14 +7,13 @@ import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 import yaml
 from helpers import MASK_TOKEN_ID, load_tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dflash_lightning.cache import FeatureCache, verify
+from dflash_lightning.cache import FeatureCache
 from dflash_lightning.checkpoints import read_training_checkpoint
 from dflash_lightning.cli import run
 from dflash_lightning.errors import CacheError, ConfigError, DataError, ExportError, TargetError
@@ -226,33 +225,6 @@ def test_settings_refused_in_a_constructor_and_an_empty_validation_split_are_one
         assert found.returncode == 2, found.stderr
         assert message in found.stderr
         assert "Traceback" not in found.stderr
-
-
-def capture_command(road: Path, target: Path, cache: Path, processes: int) -> list[str]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return [*launch, "-m", "dflash_lightning", *capture_arguments(road / "data", target, cache)]
-
-
-@pytest.mark.slow
-def test_a_capture_killed_and_resumed_by_another_number_of_processes_is_the_same_cache(road, llama_folder, tmp_path):
-    cache = tmp_path / "cache"
-    process = subprocess.Popen(capture_command(road, llama_folder, cache, 2))
-    deadline = time.monotonic() + 120
-    while not list(cache.glob("shards/*/COMMITTED")):
-        assert time.monotonic() < deadline, "no shard was committed"
-        time.sleep(0.01)
-    # torchrun's workers are in sessions of their own, and would outlive it.
-    tree = [*psutil.Process(process.pid).children(recursive=True), process]
-    for member in tree:
-        member.kill()
-    for member in tree:
-        member.wait()
-    run(capture_arguments(road / "data", llama_folder, cache))
-    whole, resumed = FeatureCache(road / "cache"), FeatureCache(cache)
-    assert verify(cache) == []
-    assert whole.sample_ids == resumed.sample_ids
-    for index in range(len(whole)):
-        assert torch.equal(whole.read(index).features, resumed.read(index).features)
 
 
 @pytest.mark.slow

@@ -1,0 +1,205 @@
+"""A capture that is killed again and again, by any number of processes, ends as the cache of an undisturbed one."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from cache_helpers import stored_files
+
+from dflash_lightning.cache import verify
+from dflash_lightning.cli import run
+from dflash_lightning.prepared import DataInfo, PreparedSample, dataset_sha256, write_data
+from dflash_lightning.target import target_identity
+
+NUM_SAMPLES, SHARD_TOKENS = 120, 50
+SETTINGS = ["--target-layer-ids", "[1, 3, 4]", "--batch-tokens", "100", "--shard-tokens", str(SHARD_TOKENS)]
+NUM_KILLS = 20
+MARKERS = "shards/*/COMMITTED"
+
+
+class CommandServer:
+    """Starts commands in forks of one process, as torchrun would start them."""
+
+    def __init__(self):
+        program = Path(__file__).parent / "command_server.py"
+        self.process = subprocess.Popen(
+            [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert int(self.process.stdout.readline()) == self.process.pid
+
+    def ask(self, **request) -> int:
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def launch(self, arguments: list[str], world: int) -> list[int]:
+        """Process ids of a command in `world` processes."""
+        return [
+            self.ask(
+                arguments=arguments,
+                environment={
+                    "TORCHELASTIC_RUN_ID": "test",
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(world),
+                },
+            )
+            for rank in range(world)
+        ]
+
+    def wait(self, processes: list[int]) -> list[int]:
+        """Exit codes; a negative one is the signal that ended the process."""
+        return [self.ask(wait=process) for process in processes]
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = CommandServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def data_folder(tmp_path_factory, llama_folder) -> Path:
+    """Prepared texts of 8 to 60 random tokens."""
+    draw = random.Random(3)
+    samples = []
+    for number in range(NUM_SAMPLES):
+        tokens = [draw.randrange(4, 260) for _ in range(draw.randrange(8, 60))]
+        start = draw.randrange(1, len(tokens) - 2)
+        samples.append(PreparedSample(f"text-{number}", {"prompt": "?"}, "!", "stop", "given", tokens, start, {}))
+    folder = tmp_path_factory.mktemp("kills") / "data"
+    folder.mkdir()
+    info = DataInfo(target_identity(str(llama_folder)), {"mode": "chat"}, {}, dataset_sha256(samples), {})
+    write_data(folder, info, samples, [])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def arguments(data_folder, llama_folder):
+    """Makes the arguments of a capture into a folder."""
+    return lambda cache: [
+        *("capture", "--target", str(llama_folder), "--data", str(data_folder), "--cache", str(cache)),
+        *SETTINGS,
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(arguments, tmp_path_factory) -> Path:
+    """A cache written by one process in one go."""
+    cache = tmp_path_factory.mktemp("undisturbed") / "cache"
+    run(arguments(cache))
+    assert verify(cache) == []
+    return cache
+
+
+def markers(cache: Path) -> dict[str, tuple[int, int]]:
+    """Which file, written when, is the commit marker of each shard."""
+    return {file.parent.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in cache.glob(MARKERS)}
+
+
+def kill(processes: list[int]) -> None:
+    for process in processes:
+        os.kill(process, signal.SIGKILL)
+
+
+def assert_the_same(cache: Path, undisturbed: Path) -> None:
+    """Byte for byte, but for the markers' producer; and no file besides."""
+    assert stored_files(cache) == stored_files(undisturbed)
+    assert verify(cache) == []
+    for file in undisturbed.glob(MARKERS):
+        expected, found = (
+            json.loads((root / file.relative_to(undisturbed)).read_text()) for root in (undisturbed, cache)
+        )
+        for record in (expected, found):
+            del record["producer"], record["sha256"]
+        assert found == expected
+
+
+def wait_for_a_moment(cache: Path, draw: random.Random) -> None:
+    """Wait until a drawn number of shards is begun or committed, and a drawn time longer; or just that time."""
+    before, committed = set(cache.glob("shards/*")), len(markers(cache))
+    moment, target = draw.choice(["start", "begun", "begun", "committed", "committed"]), committed + draw.choice([1, 2])
+    deadline = time.monotonic() + 60
+    while (moment == "begun" and set(cache.glob("shards/.tmp-*")) <= before) or (
+        moment == "committed" and len(markers(cache)) < target
+    ):
+        assert time.monotonic() < deadline
+    end = time.monotonic() + draw.uniform(0.0, 0.4 if moment == "start" else 0.2)
+    # Not so long that the cache is finished before the kills are.
+    while time.monotonic() < end and len(markers(cache)) <= target:
+        time.sleep(0.001)
+
+
+@pytest.mark.slow
+def test_killed_at_20_random_moments_with_changing_process_counts(server, arguments, undisturbed, tmp_path):
+    cache = tmp_path / "cache"
+    draw = random.Random(20)
+    written = {}
+    for number in range(NUM_KILLS):
+        world = number % 3 + 1
+        processes = server.launch(arguments(cache), world)
+        wait_for_a_moment(cache, draw)
+        kill(processes)
+        assert server.wait(processes) == [-signal.SIGKILL] * world, f"kill {number}: a process had ended before"
+        now = markers(cache)
+        assert written.items() <= now.items(), "a committed shard was written again, or is lost"
+        if (cache / "manifest.json").exists():
+            broken = {fault.shard for fault in verify(cache)}
+            assert not broken & {int(shard) for shard in now}, "a shard was committed that isn't whole"
+        written = now
+    assert written
+    processes = server.launch(arguments(cache), 3)
+    while len(markers(cache)) == len(written):
+        time.sleep(0.001)
+    kill(processes[1:2])  # the others go on
+    assert server.wait(processes) == [0, -signal.SIGKILL, 0]
+    assert server.wait(server.launch(arguments(cache), 2)) == [0, 0]
+    assert written.items() <= markers(cache).items()
+    assert_the_same(cache, undisturbed)
+
+
+def torchrun(world: int, arguments: list[str]) -> subprocess.Popen:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    return subprocess.Popen([*launch, "-m", "dflash_lightning", *arguments])
+
+
+@pytest.mark.slow
+def test_torchrun_killed_twice_then_finished_by_one_process(arguments, undisturbed, tmp_path):
+    """The real command, with its start; the first kill takes the whole tree, the second one worker alone."""
+    cache = tmp_path / "cache"
+    launched = torchrun(2, arguments(cache))
+    wait_until(lambda: markers(cache))
+    # torchrun's workers are in sessions of their own, and would outlive it.
+    tree = [*psutil.Process(launched.pid).children(recursive=True), launched]
+    kill([member.pid for member in tree])
+    for member in tree:
+        member.wait()
+    written = markers(cache)
+    launched = torchrun(3, arguments(cache))
+    wait_until(lambda: markers(cache).keys() > written.keys())
+    workers = [child for child in psutil.Process(launched.pid).children() if "capture" in child.cmdline()]
+    assert len(workers) == 3
+    kill([workers[0].pid])
+    assert launched.wait() == 1, "torchrun stops the others when one has died"
+    assert written.items() < markers(cache).items()
+    run(arguments(cache))
+    assert_the_same(cache, undisturbed)
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
