@@ -1,4 +1,4 @@
-"""How fast training goes, and how much of it is waiting for data."""
+"""How fast training goes, how much of it is waiting for data, and how much of the data is padding."""
 
 import time
 from typing import Any
@@ -7,9 +7,11 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from dflash_lightning.module import ContextBatch
+
 
 class Throughput(Callback):
-    """Logs label tokens/s over all ranks, seconds a step, and the share of step time spent waiting for data.
+    """Logs label tokens/s over all ranks, seconds a step, and the shares of waiting for data and of padding.
 
     Validation isn't counted. ``perf/label_tokens`` and ``perf/training_seconds`` are totals since the first step; after
     a resume they go on from the last log line before the checkpoint.
@@ -26,7 +28,8 @@ class Throughput(Callback):
         self.label_tokens, self.training_seconds = state_dict["label_tokens"], state_dict["training_seconds"]
 
     def _reset(self) -> None:
-        self._labels, self._seconds, self._waited, self._steps = 0, 0.0, 0.0, 0
+        self._counts = torch.zeros(3, dtype=torch.long)  # label tokens, context tokens, padding among them
+        self._seconds, self._waited, self._steps = 0.0, 0.0, 0
 
     def on_train_start(self, *_: Any) -> None:
         self._last_end = time.perf_counter()
@@ -38,9 +41,12 @@ class Throughput(Callback):
         self._start = time.perf_counter()
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: dict, _batch: Any, batch_index: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: dict, batch: ContextBatch, batch_index: int
     ) -> None:
-        self._labels += int(outputs["num_labels"])
+        documents = batch["document_ids"]
+        # To the CPU: this waits until the device is done, as the seconds below want it.
+        labels, padding = torch.stack([outputs["num_labels"], (documents < 0).sum()]).tolist()
+        self._counts += torch.tensor([labels, documents.numel(), padding])
         now = time.perf_counter()
         self._waited += self._start - self._last_end
         self._seconds += now - self._last_end
@@ -52,7 +58,8 @@ class Throughput(Callback):
             self._log(trainer, pl_module)
 
     def _log(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        labels = int(trainer.strategy.reduce(torch.tensor(self._labels, device=pl_module.device), reduce_op="sum"))
+        counts = trainer.strategy.reduce(self._counts.to(pl_module.device), reduce_op="sum")
+        labels, context, padding = counts.tolist()
         self.label_tokens += labels
         self.training_seconds += self._seconds
         pl_module.log_dict(
@@ -60,6 +67,7 @@ class Throughput(Callback):
                 "perf/label_tokens_per_second": labels / self._seconds,
                 "perf/step_seconds": self._seconds / self._steps,
                 "perf/data_wait_share": self._waited / self._seconds,
+                "perf/padding_share": padding / context,
                 "perf/label_tokens": float(self.label_tokens),
                 "perf/training_seconds": self.training_seconds,
             }

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from datamodules.plan import EpochPlanner, SampleSizes
 from datamodules.sampler import MicroBatch, StepSampler, ValidationSampler
 from dflash_lightning.blocks import sample_anchors
 from dflash_lightning.cache import FeatureCache, ObjectStoreSettings, Sample, open_store
@@ -24,24 +25,23 @@ def in_validation_split(sample_id: str, fraction: float) -> bool:
     return key < fraction * 2**64
 
 
-def collate(
-    samples: list[Sample], anchors: list[np.ndarray], *, num_anchors: int, anchors_in_step: int
-) -> ContextBatch:
-    """Pad R samples to the longest and their anchors to ``num_anchors``."""
-    length = max(len(sample.input_ids) for sample in samples)
-    shape = (len(samples), length)
+def collate(samples: list[Sample], anchors: list[np.ndarray], *, anchors_in_step: int) -> ContextBatch:
+    """Pad R samples to the longest of them, and their anchors to the most that one has."""
+    shape = (len(samples), max(len(sample.input_ids) for sample in samples))
+    blocks = (len(samples), max(1, *map(len, anchors)))
     batch = ContextBatch(
-        features=torch.zeros(*shape, samples[0].features.shape[1], dtype=torch.bfloat16),
+        features=torch.empty(*shape, samples[0].features.shape[1], dtype=torch.bfloat16),
         input_ids=torch.zeros(shape, dtype=torch.long),
         loss_mask=torch.zeros(shape, dtype=torch.long),
         document_ids=torch.full(shape, -1),
-        anchors=torch.zeros(len(samples), num_anchors, dtype=torch.long),
-        valid=torch.zeros(len(samples), num_anchors, dtype=torch.bool),
+        anchors=torch.zeros(blocks, dtype=torch.long),
+        valid=torch.zeros(blocks, dtype=torch.bool),
         anchors_in_step=torch.tensor(anchors_in_step),
     )
     for row, (sample, drawn) in enumerate(zip(samples, anchors, strict=True)):
         tokens = len(sample.input_ids)
         batch["features"][row, :tokens] = sample.features
+        batch["features"][row, tokens:] = 0
         batch["input_ids"][row, :tokens] = torch.from_numpy(sample.input_ids)
         batch["loss_mask"][row, :tokens] = torch.from_numpy(sample.loss_mask)
         batch["document_ids"][row, :tokens] = 0
@@ -61,7 +61,7 @@ class MicroBatchDataset(Dataset[ContextBatch]):
         num_anchors = self.num_anchors if plan.anchors_in_step else 0
         draw = partial(sample_anchors, num_anchors=num_anchors, seed=self.seed, epoch=plan.epoch)
         anchors = [draw(sample.loss_mask, sample_id=sample.sample_id) for sample in samples]
-        return collate(samples, anchors, num_anchors=self.num_anchors, anchors_in_step=plan.anchors_in_step)
+        return collate(samples, anchors, anchors_in_step=plan.anchors_in_step)
 
 
 class ResumableLoader(DataLoader):
@@ -80,52 +80,82 @@ class ResumableLoader(DataLoader):
             self._taken += 1
             yield batch
 
-    @property
-    def _samples_per_batch(self) -> int:
-        return self.sampler.batch_size * self.sampler.world_size
+    def state_dict(self) -> dict[str, Any]:
+        planner = self.sampler.planner
+        taken = self._taken * self.sampler.world_size % planner.num_batches
+        return {"micro_batches_taken": taken, "plan": planner.identity()}
 
-    def state_dict(self) -> dict[str, int]:
-        return {"samples_taken": self._taken * self._samples_per_batch}
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the micro-batches of this epoch that all ranks together had taken.
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.sampler.start = state["samples_taken"] // self._samples_per_batch % len(self.sampler)
+        Raises:
+            ConfigError: they were taken from another plan, or inside an optimizer step by another number of ranks.
+        """
+        taken, made_for, plan = state["micro_batches_taken"], state["plan"], self.sampler.planner.identity()
+        if taken and made_for != plan:
+            differences = [
+                f"\n  {name}: checkpoint {made_for[name]}, this run {plan[name]}"
+                for name in plan
+                if made_for[name] != plan[name]
+            ]
+            raise ConfigError(
+                "the checkpoint was saved in the middle of an epoch whose micro-batches were planned differently:"
+                + "".join(differences)
+                + "\nResume with the settings it was made with."
+            )
+        if taken % self.sampler.world_size:
+            raise ConfigError(
+                f"the checkpoint was saved after {taken} micro-batches, inside an optimizer step; it can't be resumed "
+                f"on {self.sampler.world_size} ranks. Resume on as many ranks as it was made with."
+            )
+        self.sampler.start = taken // self.sampler.world_size
 
 
 class FeatureCacheDataModule(L.LightningDataModule):
     """Training and validation batches from one feature cache.
 
     Samples are split by a hash of their id. Anchors are drawn anew each epoch in training and stay fixed in validation.
+
+    A micro-batch is measured in tokens, not in samples: lengths differ, and memory, time and the number of labels
+    follow the tokens. An optimizer step takes (ranks x ``accumulate_grad_batches``) micro-batches; while that product
+    and ``batch_tokens`` stay the same, every step is the same on any number of ranks and workers.
     """
 
     def __init__(
         self,
         cache: str,
-        batch_size: int = 8,
+        batch_tokens: int = 16384,
         num_anchors: int = 512,
         validation_fraction: float = 0.05,
         num_workers: int = 0,
+        shard_window: int | None = None,
         seed: int = 0,
         object_store: ObjectStoreSettings | None = None,
     ):
         """
         Args:
             cache: folder or URL of a complete feature cache.
-            batch_size: samples in a micro-batch of one rank.
+            batch_tokens: most tokens in a micro-batch of one rank: context tokens and block slots (anchors x block
+                size), padding included.
             num_anchors: blocks drawn from each sample, at most.
             validation_fraction: share of samples held back for the validation loss.
-            num_workers: processes that read ahead; 0 reads in the training process.
+            num_workers: processes that read ahead, 2 batches each; 0 reads in the training process.
+            shard_window: draw training samples from so many shards at a time, for a cache that is larger than what the
+                machine keeps at hand; all shards where it isn't given.
             seed: of sample order and anchors.
             object_store: how to reach a cache that is a URL.
         """
         super().__init__()
-        for name, value in (("batch_size", batch_size), ("num_anchors", num_anchors)):
-            if value < 1:
+        limits = {"batch_tokens": batch_tokens, "num_anchors": num_anchors, "shard_window": shard_window}
+        for name, value in limits.items():
+            if value is not None and value < 1:
                 raise ConfigError(f"data.{name} is {value}; expected at least 1.")
         if not 0 <= validation_fraction < 1:
             raise ConfigError(f"data.validation_fraction is {validation_fraction}; expected 0 to below 1.")
         self.store = open_store(cache, object_store)
-        self.batch_size, self.num_anchors = batch_size, num_anchors
+        self.batch_tokens, self.num_anchors = batch_tokens, num_anchors
         self.validation_fraction, self.num_workers, self.seed = validation_fraction, num_workers, seed
+        self.shard_window = shard_window
 
     def setup(self, stage: str | None = None) -> None:  # noqa: ARG002
         """Open the cache and refuse one that the module's target and drafter don't fit."""
@@ -135,9 +165,9 @@ class FeatureCacheDataModule(L.LightningDataModule):
                 "ours; set it to false."
             )
         self.cache = FeatureCache(self.store)
-        module = self.trainer.lightning_module
+        drafter = self.trainer.lightning_module.drafter_config
         self.cache.check_compatible(
-            module.target_identity, module.drafter_config.target_layer_ids, module.drafter_config.hidden_size
+            self.trainer.lightning_module.target_identity, drafter.target_layer_ids, drafter.hidden_size
         )
         held_back = np.array([in_validation_split(i, self.validation_fraction) for i in self.cache.sample_ids])
         self.training_samples, self.validation_samples = np.flatnonzero(~held_back), np.flatnonzero(held_back)
@@ -155,28 +185,32 @@ class FeatureCacheDataModule(L.LightningDataModule):
             **workers,
         )
 
-    def _anchors(self, samples: np.ndarray) -> np.ndarray:
-        return np.minimum(self.cache.anchor_candidates[samples], self.num_anchors)
+    def _sizes(self, samples: np.ndarray) -> SampleSizes:
+        return SampleSizes(
+            samples=samples,
+            lengths=self.cache.lengths[samples],
+            anchors=np.minimum(self.cache.anchor_candidates[samples], self.num_anchors),
+            shards=self.cache.shards[samples],
+            block_size=self.trainer.lightning_module.drafter_config.block_size,
+        )
 
     def train_dataloader(self) -> ResumableLoader:
-        sampler = StepSampler(
-            self.training_samples,
-            self._anchors(self.training_samples),
-            batch_size=self.batch_size,
-            rank=self.trainer.global_rank,
-            world_size=self.trainer.world_size,
-            accumulation=self.trainer.accumulate_grad_batches,
+        planner = EpochPlanner(
+            self._sizes(self.training_samples),
+            batch_tokens=self.batch_tokens,
+            batches_per_step=self.trainer.world_size * self.trainer.accumulate_grad_batches,
             seed=self.seed,
+            shard_window=self.shard_window,
         )
+        sampler = StepSampler(planner, rank=self.trainer.global_rank, world_size=self.trainer.world_size)
         return self._loader(ResumableLoader, sampler)
 
     def val_dataloader(self) -> DataLoader | list[Tensor]:
         if len(self.validation_samples) == 0:
             return []
         sampler = ValidationSampler(
-            self.validation_samples,
-            self._anchors(self.validation_samples),
-            batch_size=self.batch_size,
+            self._sizes(self.validation_samples),
+            batch_tokens=self.batch_tokens,
             rank=self.trainer.global_rank,
             world_size=self.trainer.world_size,
         )

@@ -1,12 +1,13 @@
-"""Which samples make up which micro-batch: decided by (seed, epoch) and the index alone."""
+"""Who computes which micro-batch, and when."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import Sampler
 
-from dflash_lightning.errors import ConfigError
+from datamodules.plan import EpochPlanner, SampleSizes, cut
 
 
 class MicroBatch(NamedTuple):
@@ -21,87 +22,53 @@ class MicroBatch(NamedTuple):
 
 
 class StepSampler(Sampler[MicroBatch]):
-    """Shuffles samples into optimizer steps and deals each step's micro-batches over ranks and accumulation steps.
+    """Deals the planned micro-batches of each optimizer step over ranks and accumulation steps.
 
-    The order depends on (seed, epoch) alone, so that it is the same for any world size with the same global batch.
-    Every rank gets the same number of batches, a multiple of the accumulation steps: the tail that fills no step is
-    left out of this epoch. Valid anchors of a step are known from the index, so that no rank has to ask the others.
+    Rank r of W computes the micro-batches r, r + W, r + 2W, ... of the epoch's plan, so that a step is the same however
+    its micro-batches are dealt. Every rank gets the same number, a multiple of the accumulation steps. Valid anchors of
+    a step are known from the index, so that no rank has to ask the others.
     """
 
-    def __init__(
-        self,
-        samples: np.ndarray,
-        anchors: np.ndarray,
-        *,
-        batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        accumulation: int = 1,
-        seed: int = 0,
-    ):
-        """
-        Args:
-            samples: [n] indices into the feature cache.
-            anchors: [n] valid anchors of each: min(anchors a sample, candidates).
-            batch_size: samples in a micro-batch of one rank.
-            rank, world_size, accumulation: how a step is cut.
-            seed: of the order.
-
-        Raises:
-            ConfigError: fewer samples than one optimizer step needs.
-        """
-        self.samples, self.anchors = samples, anchors
-        self.batch_size, self.rank, self.world_size, self.accumulation = batch_size, rank, world_size, accumulation
-        self.seed, self.epoch, self.start = seed, 0, 0
-        self.num_steps = len(samples) // self.samples_per_step
-        if self.num_steps == 0:
-            raise ConfigError(
-                f"the training split holds {len(samples)} samples, but one optimizer step takes "
-                f"{self.samples_per_step} ({batch_size} samples x {world_size} ranks x {accumulation} accumulation "
-                "steps). Lower batch_size or accumulate_grad_batches, or capture more samples."
-            )
-
-    @property
-    def samples_per_step(self) -> int:
-        return self.batch_size * self.world_size * self.accumulation
+    def __init__(self, planner: EpochPlanner, *, rank: int = 0, world_size: int = 1):
+        self.planner, self.rank, self.world_size = planner, rank, world_size
+        self.epoch, self.start = 0, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Called by Lightning at the start of each epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.num_steps * self.accumulation
+        return self.planner.num_batches // self.world_size
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """Micro-batches of this rank from ``start`` on. A resume sets ``start``; it holds for one epoch only."""
         # Taken with the first batch: a loader with workers calls iter() twice before it asks for one.
         start, self.start = self.start, 0
-        order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.samples))
-        for index in range(start, len(self)):
-            step, micro = divmod(index, self.accumulation)
-            members = order[step * self.samples_per_step : (step + 1) * self.samples_per_step]
-            first = (micro * self.world_size + self.rank) * self.batch_size
+        sizes, batches = self.planner.sizes, self.planner.batches(self.epoch)
+        left_out = len(sizes.samples) - sum(map(len, batches))
+        if left_out:
+            rank_zero_info(f"epoch {self.epoch}: {left_out} of {len(sizes.samples)} samples fit in no step, left out")
+        anchors = np.array([sizes.anchors[batch].sum() for batch in batches])
+        anchors_in_step = anchors.reshape(-1, self.planner.batches_per_step).sum(axis=1)
+        for number in range(start * self.world_size + self.rank, len(batches), self.world_size):
             yield MicroBatch(
-                samples=tuple(self.samples[members[first : first + self.batch_size]].tolist()),
+                samples=tuple(sizes.samples[batches[number]].tolist()),
                 epoch=self.epoch,
-                anchors_in_step=int(self.anchors[members].sum()),
+                anchors_in_step=int(anchors_in_step[number // self.planner.batches_per_step]),
             )
 
 
 class ValidationSampler(Sampler[MicroBatch]):
-    """Every sample once, in order; ranks take turns.
+    """Every sample once, shortest first, in micro-batches of the same token budget; ranks take turns.
 
     Every rank gets the same number of batches, since ranks may meet in collectives in each. What is missing in the last
     round is filled with micro-batches of no anchor, which count for nothing.
     """
 
-    def __init__(
-        self, samples: np.ndarray, anchors: np.ndarray, *, batch_size: int, rank: int = 0, world_size: int = 1
-    ):
-        starts = range(0, len(samples), batch_size)
+    def __init__(self, sizes: SampleSizes, *, batch_tokens: int, rank: int = 0, world_size: int = 1):
+        planned = cut(sizes, np.argsort(sizes.lengths, kind="stable"), batch_tokens)
         batches = [
-            MicroBatch(tuple(samples[i : i + batch_size].tolist()), None, int(anchors[i : i + batch_size].sum()))
-            for i in starts
+            MicroBatch(tuple(sizes.samples[batch].tolist()), None, int(sizes.anchors[batch].sum())) for batch in planned
         ]
         batches += [MicroBatch(batches[0].samples[:1], None, 0)] * (-len(batches) % world_size)
         self.batches = batches[rank::world_size]

@@ -13,7 +13,7 @@ from datamodules.feature_cache import in_validation_split
 from dflash_lightning.errors import CacheError, ConfigError
 from dflash_lightning.target import target_identity
 
-LAYERS, HIDDEN = (1, 3), 8
+LAYERS, HIDDEN, BLOCK_SIZE = (1, 3), 8, 4
 SAMPLES = [random_sample(f"s{i}", 6 + i, 2 + i % 3, len(LAYERS) * HIDDEN, seed=i) for i in range(23)]
 
 
@@ -41,14 +41,17 @@ def make(
     **options,
 ):
     """A data module set up for a trainer and a drafter of this kind."""
-    data = FeatureCacheDataModule(cache, **{"num_anchors": 3, "validation_fraction": 0.25, "batch_size": 4, **options})
+    data = FeatureCacheDataModule(
+        cache, **{"num_anchors": 3, "validation_fraction": 0.25, "batch_tokens": 90, **options}
+    )
     data.trainer = SimpleNamespace(
         global_rank=rank,
         world_size=world_size,
         accumulate_grad_batches=accumulation,
         _accelerator_connector=SimpleNamespace(use_distributed_sampler=own_sampler_replaced),
         lightning_module=SimpleNamespace(
-            target_identity=identity, drafter_config=SimpleNamespace(target_layer_ids=layers, hidden_size=hidden)
+            target_identity=identity,
+            drafter_config=SimpleNamespace(target_layer_ids=layers, hidden_size=hidden, block_size=BLOCK_SIZE),
         ),
     )
     data.setup("fit")
@@ -82,8 +85,7 @@ def test_a_batch_holds_the_stored_samples_padded_on_the_right(cache, identity):
         assert batch["features"].dtype == torch.bfloat16
         # DeepSpeed casts every other float tensor of a batch.
         assert all(not tensor.is_floating_point() for name, tensor in batch.items() if name != "features")
-        in_step = 0
-        longest = 0
+        in_step, longest, most = 0, 0, 0
         for row in range(rows):
             sample = sample_of(batch, row)
             tokens = len(sample.input_ids)
@@ -98,29 +100,20 @@ def test_a_batch_holds_the_stored_samples_padded_on_the_right(cache, identity):
             assert len(drawn) == min(3, len(candidates))
             assert set(drawn) <= set(candidates)
             in_step += len(drawn)
-        assert length == longest
+            most = max(most, len(drawn))
+        assert (length, batch["anchors"].shape[1]) == (longest, most)
+        assert rows * (length + BLOCK_SIZE * most) <= 90
         assert int(batch["anchors_in_step"]) == in_step
 
 
-@pytest.mark.parametrize(("world_size", "accumulation", "batch_size"), [(2, 2, 1), (2, 1, 2), (1, 4, 1), (4, 1, 1)])
-def test_samples_anchors_and_counts_are_the_same_for_every_cut(cache, identity, world_size, accumulation, batch_size):
-    def contents(batches):
-        """What each row is, and its anchors, in the order in which (accumulation step, rank) take them."""
-        return [
-            (sample_of(batch, row).sample_id, batch["anchors"][row].tolist(), int(batch["anchors_in_step"]))
-            for batch in batches
-            for row in range(len(batch["anchors"]))
-        ]
-
-    whole = contents(epoch_of(make(cache, identity).train_dataloader(), epoch=1))
-    loaders = [
-        make(
-            cache, identity, rank=rank, world_size=world_size, accumulation=accumulation, batch_size=batch_size
-        ).train_dataloader()
-        for rank in range(world_size)
+@pytest.mark.parametrize(("world_size", "accumulation"), [(2, 2), (4, 1)])
+def test_batches_are_the_same_on_any_number_of_ranks(cache, identity, world_size, accumulation):
+    whole = epoch_of(make(cache, identity, accumulation=4).train_dataloader(), epoch=1)
+    cut = {"world_size": world_size, "accumulation": accumulation}
+    by_rank = [
+        epoch_of(make(cache, identity, rank=rank, **cut).train_dataloader(), epoch=1) for rank in range(world_size)
     ]
-    by_rank = [epoch_of(loader, epoch=1) for loader in loaders]
-    assert contents([batch for turn in zip(*by_rank, strict=True) for batch in turn]) == whole
+    assert_equal([batch for turn in zip(*by_rank, strict=True) for batch in turn], whole)
 
 
 def test_training_redraws_anchors_and_order_each_epoch_and_validation_never(cache, identity):
@@ -143,9 +136,11 @@ def test_training_redraws_anchors_and_order_each_epoch_and_validation_never(cach
 
 
 def test_training_and_validation_share_no_sample(cache, identity):
-    data = make(cache, identity, batch_size=1)
-    held_back = {sample_of(batch, 0).sample_id for batch in data.val_dataloader()}
-    trained = {sample_of(batch, 0).sample_id for batch in epoch_of(data.train_dataloader())}
+    data = make(cache, identity)
+    held_back, trained = (
+        {sample_of(batch, row).sample_id for batch in batches for row in range(len(batch["anchors"]))}
+        for batches in (data.val_dataloader(), epoch_of(data.train_dataloader()))
+    )
     assert held_back
     assert held_back | trained == {sample.sample_id for sample in SAMPLES}
     assert not held_back & trained
@@ -168,7 +163,8 @@ def test_the_split_is_by_hash_and_never_moves(llama_folder, cache, identity, tmp
 
 
 def test_a_rank_without_a_batch_of_its_own_validates_on_nothing(cache, identity):
-    batches = [list(make(cache, identity, rank=rank, world_size=3, batch_size=8).val_dataloader()) for rank in range(3)]
+    cut = {"world_size": 3, "batch_tokens": 400}
+    batches = [list(make(cache, identity, rank=rank, **cut).val_dataloader()) for rank in range(3)]
     assert [len(found) for found in batches] == [1, 1, 1]
     assert [bool(found[0]["valid"].any()) for found in batches] == [True, False, False]
 
@@ -180,56 +176,84 @@ def resume(state, cache, identity, *, epoch=0, **cut):
 
 
 def test_a_resumed_loader_goes_on_where_the_trainer_stopped(cache, identity):
-    whole = epoch_of(make(cache, identity, batch_size=2).train_dataloader(), 2)
-    loader = make(cache, identity, batch_size=2).train_dataloader()
+    whole = epoch_of(make(cache, identity).train_dataloader(), 2)
+    loader = make(cache, identity).train_dataloader()
     loader.sampler.set_epoch(2)
     iterator = iter(loader)
     taken = [next(iterator) for _ in range(3)]
     state = loader.state_dict()
     assert_equal(taken, whole[:3])
-    assert_equal(resume(state, cache, identity, epoch=2, batch_size=2), whole[3:])
+    assert_equal(resume(state, cache, identity, epoch=2), whole[3:])
     # The rest of this loader's epoch isn't disturbed, and its end resumes at the start of the next.
     assert_equal(list(iterator), whole[3:])
-    following = epoch_of(make(cache, identity, batch_size=2).train_dataloader(), 3)
-    assert_equal(resume(loader.state_dict(), cache, identity, epoch=3, batch_size=2), following)
+    following = epoch_of(make(cache, identity).train_dataloader(), 3)
+    assert_equal(resume(loader.state_dict(), cache, identity, epoch=3), following)
 
 
 @pytest.mark.slow
 def test_workers_that_read_ahead_change_nothing(cache, identity):
-    whole = epoch_of(make(cache, identity, batch_size=2).train_dataloader())
-    loader = make(cache, identity, batch_size=2, num_workers=2).train_dataloader()
-    loader.load_state_dict({"samples_taken": 4})
+    whole = epoch_of(make(cache, identity).train_dataloader())
+    loader = make(cache, identity, num_workers=2).train_dataloader()
+    loader.load_state_dict({**loader.state_dict(), "micro_batches_taken": 2})
     iterator = iter(loader)
     assert_equal([next(iterator), next(iterator)], whole[2:4])
     state = loader.state_dict()
-    assert state == {"samples_taken": 8}  # what the workers have prefetched by now doesn't count
+    assert state["micro_batches_taken"] == 4  # what the workers have prefetched by now doesn't count
     assert_equal(list(iterator), whole[4:])
     # The same workers serve the next epochs.
     assert_equal(list(loader), whole)
     loader.load_state_dict(state)
     assert_equal(list(loader), whole[4:])
+    assert_equal(resume(state, cache, identity, num_workers=0), whole[4:])
 
 
 def test_a_resume_twice_within_an_epoch_goes_on_where_the_second_stopped(cache, identity):
-    whole = epoch_of(make(cache, identity, batch_size=2).train_dataloader())
-    loader = make(cache, identity, batch_size=2).train_dataloader()
-    loader.load_state_dict({"samples_taken": 4})
-    iterator = iter(loader)
-    assert_equal([next(iterator) for _ in range(3)], whole[2:5])
-    assert_equal(resume(loader.state_dict(), cache, identity, batch_size=2), whole[5:])
+    whole = epoch_of(make(cache, identity).train_dataloader())
+    first = make(cache, identity).train_dataloader()
+    iterator = iter(first)
+    assert_equal([next(iterator), next(iterator)], whole[:2])
+    second = make(cache, identity).train_dataloader()
+    second.load_state_dict(first.state_dict())
+    iterator = iter(second)
+    assert_equal([next(iterator), next(iterator)], whole[2:4])
+    assert_equal(resume(second.state_dict(), cache, identity), whole[4:])
 
 
 def test_a_state_holds_for_any_number_of_ranks(cache, identity):
     """DeepSpeed keeps rank 0's state for all ranks; the world may also have changed in between."""
-    loader = make(cache, identity, batch_size=4).train_dataloader()
+    loader = make(cache, identity, accumulation=4).train_dataloader()
     iterator = iter(loader)
-    next(iterator)
-    next(iterator)
+    for _ in range(4):
+        next(iterator)
     state = loader.state_dict()
     for rank in range(2):
-        cut = {"rank": rank, "world_size": 2, "batch_size": 2}
+        cut = {"rank": rank, "world_size": 2, "accumulation": 2}
         whole = epoch_of(make(cache, identity, **cut).train_dataloader())
         assert_equal(resume(state, cache, identity, **cut), whole[2:])
+
+
+def test_a_state_of_another_plan_is_refused_in_the_middle_of_an_epoch_only(cache, identity):
+    loader = make(cache, identity).train_dataloader()
+    at_start = loader.state_dict()
+    iterator = iter(loader)
+    next(iterator)
+    inside = loader.state_dict()
+    for other, message in (
+        ({"batch_tokens": 91}, "batch_tokens: checkpoint 90, this run 91"),
+        ({"seed": 1}, "seed: checkpoint 0, this run 1"),
+        ({"accumulation": 2}, "micro-batches in a step: checkpoint 1, this run 2"),
+        ({"num_anchors": 2}, "samples: checkpoint"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            resume(inside, cache, identity, **other)
+        assert resume(at_start, cache, identity, **other)
+    with pytest.raises(ConfigError, match=r"after 1 micro-batches, inside an optimizer step.* on 2 ranks"):
+        resume(
+            {**inside, "plan": make(cache, identity, accumulation=2).train_dataloader().state_dict()["plan"]},
+            cache,
+            identity,
+            world_size=2,
+        )
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_what_differs(cache, identity):
@@ -250,7 +274,8 @@ def test_what_is_no_cache_is_refused(tmp_path, identity):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"batch_size": 0}, "batch_size is 0"),
+        ({"batch_tokens": 0}, "batch_tokens is 0"),
+        ({"shard_window": 0}, "shard_window is 0"),
         ({"num_anchors": 0}, "num_anchors is 0"),
         ({"validation_fraction": 1.0}, "validation_fraction is 1.0"),
         ({"validation_fraction": -0.1}, "validation_fraction is -0.1"),
@@ -262,8 +287,8 @@ def test_options_out_of_range_are_refused(cache, option, message):
 
 
 def test_too_few_samples_for_one_step_are_refused(cache, identity):
-    with pytest.raises(ConfigError, match="Lower batch_size or accumulate_grad_batches"):
-        make(cache, identity, batch_size=30).train_dataloader()
+    with pytest.raises(ConfigError, match="Lower accumulate_grad_batches"):
+        make(cache, identity, accumulation=24).train_dataloader()
 
 
 def test_lightnings_own_sampler_is_refused_on_several_ranks(cache, identity):

@@ -43,7 +43,7 @@ def fit_config(target: Path, cache: Path, prompts: Path, folder: Path) -> dict:
             },
             "optimizer": {"lr": 0.01},
         },
-        "data": {"cache": str(cache), "batch_size": 4, "num_anchors": 8, "validation_fraction": 0.2},
+        "data": {"cache": str(cache), "batch_tokens": 360, "num_anchors": 8, "validation_fraction": 0.2},
         "trainer": {
             "accelerator": "cpu",
             "devices": 1,
@@ -127,6 +127,7 @@ def test_training_leaves_logs_reports_checkpoints_and_exports(road):
         *("decode/tau", "decode/tau_low", "decode/tau_high", "decode/teacher_forced_tau", "decode/speedup"),
         *("decode/identical", "decode/ties", "decode/differences", "train/loss", "train/accuracy_slot_3"),
         *("train/teacher_forced_tau", "val/loss", "perf/label_tokens_per_second", "perf/data_wait_share"),
+        "perf/padding_share",
     } <= names
     reports = [json.loads(line) for line in (road / "logs" / "decoding.jsonl").read_text().splitlines()]
     assert [report["step"] for report in reports] == [0, 3, 6, 9, 12]
@@ -201,7 +202,7 @@ def test_an_interrupted_training_goes_on_from_its_last_checkpoint(road, tmp_path
 def test_two_ranks_decode_their_share_of_the_prompts(road, llama_folder, tmp_path):
     config = fit_config(llama_folder, road / "cache", road / "prompts.jsonl", tmp_path)
     config["trainer"] |= {"devices": 2, "max_steps": 4, "val_check_interval": 2, "precision": "32-true"}
-    config["data"]["batch_size"] = 2
+    config["data"]["batch_tokens"] = 180
     file = tmp_path / "fit.yaml"
     file.write_text(yaml.safe_dump(config))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

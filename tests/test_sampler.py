@@ -1,113 +1,174 @@
-"""Which sample is computed where: the same for every way of cutting an optimizer step."""
+"""Which sample is computed where: planned for all ranks together, the same for every way of dealing it out."""
 
 import numpy as np
 import pytest
 
+from datamodules.plan import EpochPlanner, SampleSizes, cut
 from datamodules.sampler import StepSampler, ValidationSampler
 from dflash_lightning.errors import ConfigError
 
-# batch size, ranks, accumulation steps: 12 samples a step each
-CUTS = [(12, 1, 1), (1, 12, 1), (1, 1, 12), (2, 3, 2), (3, 2, 2), (2, 2, 3), (1, 4, 3), (6, 2, 1)]
-SAMPLES = np.arange(100, 153)  # 53 samples: four steps, five left out
-ANCHORS = np.arange(53) % 7 + 1
+BLOCK_SIZE, BUDGET = 4, 700
+# Ranks and accumulation steps: 12 micro-batches a step each.
+DEALS = [(12, 1), (1, 12), (3, 4), (4, 3), (2, 6)]
+RNG = np.random.default_rng(7)
+COUNT = 300
+SIZES = SampleSizes(
+    samples=np.arange(1000, 1000 + COUNT),
+    lengths=RNG.lognormal(4.0, 0.5, COUNT).astype(np.int64) + 10,
+    anchors=RNG.integers(1, 13, COUNT),
+    shards=np.arange(COUNT) // 20,
+    block_size=BLOCK_SIZE,
+)
+POSITION = {sample: position for position, sample in enumerate(SIZES.samples.tolist())}
 
 
-def make(cut=(12, 1, 1), rank=0, *, seed=0, epoch=0, start=0) -> StepSampler:
-    batch_size, world_size, accumulation = cut
-    sampler = StepSampler(
-        SAMPLES,
-        ANCHORS,
-        batch_size=batch_size,
-        rank=rank,
-        world_size=world_size,
-        accumulation=accumulation,
-        seed=seed,
+def plan(*, batches_per_step=12, seed=0, shard_window=None, sizes=SIZES, batch_tokens=BUDGET) -> EpochPlanner:
+    return EpochPlanner(
+        sizes, batch_tokens=batch_tokens, batches_per_step=batches_per_step, seed=seed, shard_window=shard_window
     )
-    sampler.set_epoch(epoch)
-    sampler.start = start
-    return sampler
 
 
-def ranks(cut, **options):
+def ranks(world_size, *, epoch=0, start=0, **options):
     """The micro-batches of every rank."""
-    return [list(make(cut, rank, **options)) for rank in range(cut[1])]
+    dealt = []
+    for rank in range(world_size):
+        sampler = StepSampler(plan(**options), rank=rank, world_size=world_size)
+        sampler.set_epoch(epoch)
+        sampler.start = start
+        dealt.append(list(sampler))
+        assert len(dealt[-1]) == len(sampler) - start
+    return dealt
 
 
-def steps(cut, **options):
-    """Samples of each optimizer step, in the order in which (accumulation step, rank) take them."""
-    _, _, accumulation = cut
-    by_rank = ranks(cut, **options)
-    found = []
-    for first in range(0, len(by_rank[0]), accumulation):
-        micro_batches = [batches[first + micro] for micro in range(accumulation) for batches in by_rank]
-        found.append([sample for batch in micro_batches for sample in batch.samples])
-    return found
+def in_order(by_rank):
+    """All micro-batches in the order in which (accumulation step, rank) take them."""
+    return [batch for turn in zip(*by_rank, strict=True) for batch in turn]
 
 
-@pytest.mark.parametrize("cut", CUTS)
+def padded_tokens(batch) -> int:
+    members = [POSITION[sample] for sample in batch.samples]
+    return len(members) * int(SIZES.lengths[members].max() + BLOCK_SIZE * SIZES.anchors[members].max())
+
+
+@pytest.mark.parametrize(("world_size", "accumulation"), DEALS)
 @pytest.mark.parametrize("epoch", [0, 3])
-def test_steps_hold_the_same_samples_in_the_same_order_for_every_cut(cut, epoch):
-    assert steps(cut, epoch=epoch) == steps((12, 1, 1), epoch=epoch)
+def test_every_step_is_the_same_for_any_number_of_ranks(world_size, accumulation, epoch):
+    by_rank = ranks(world_size, epoch=epoch)
+    assert in_order(by_rank) == in_order(ranks(1, epoch=epoch))
+    assert len({len(batches) for batches in by_rank}) == 1
+    assert len(by_rank[0]) % accumulation == 0
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_every_rank_gets_the_same_number_of_full_micro_batches(cut):
-    batch_size, _, accumulation = cut
-    for rank, batches in enumerate(ranks(cut)):
-        assert len(batches) == len(make(cut, rank)) == 4 * accumulation
-        assert all(len(batch.samples) == batch_size and batch.epoch == 0 for batch in batches)
+@pytest.mark.parametrize("batches_per_step", [1, 12, 64])
+def test_every_epoch_has_as_many_micro_batches_and_takes_every_sample_once(batches_per_step):
+    planner = plan(batches_per_step=batches_per_step)
+    assert planner.num_batches % batches_per_step == 0
+    for epoch in range(20):
+        batches = planner.batches(epoch)
+        assert len(batches) == planner.num_batches
+        assert sorted(np.concatenate(batches).tolist()) == list(range(COUNT))
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_an_epoch_takes_no_sample_twice_and_leaves_only_the_tail_out(cut):
-    taken = [sample for step in steps(cut) for sample in step]
-    assert len(set(taken)) == len(taken) == 48
-    assert set(taken) < set(SAMPLES.tolist())
+def test_a_micro_batch_keeps_to_the_budget_and_most_come_near_it():
+    found = [padded_tokens(batch) for batch in in_order(ranks(1, batches_per_step=1))]
+    assert max(found) <= BUDGET
+    assert np.mean(found) > 0.75 * BUDGET
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_anchors_in_step_counts_the_whole_step_on_every_rank(cut):
-    anchors_of = dict(zip(SAMPLES.tolist(), ANCHORS.tolist(), strict=True))
-    expected = [sum(anchors_of[sample] for sample in step) for step in steps(cut)]
-    for batches in ranks(cut):
-        assert [batch.anchors_in_step for batch in batches] == [n for n in expected for _ in range(cut[2])]
+def test_similar_lengths_share_a_micro_batch():
+    """GSM8K-like lengths: a log-normal spread of 0.5 around some 200 tokens, several samples a micro-batch."""
+    lengths = np.random.default_rng(0).lognormal(5.3, 0.5, 5000).astype(np.int64) + 20
+    sizes = SampleSizes(np.arange(5000), lengths, np.full(5000, 24), np.zeros(5000, int), BLOCK_SIZE)
+
+    def padding(batches):
+        return 1 - lengths.sum() / sum(len(batch) * lengths[batch].max() for batch in batches)
+
+    for batch_tokens in (2500, 10_000):
+        planned = plan(sizes=sizes, batch_tokens=batch_tokens, batches_per_step=8).batches(1)
+        shuffled = cut(sizes, np.random.default_rng(1).permutation(5000), batch_tokens)
+        assert padding(planned) < 0.05 < 0.3 < padding(shuffled)
 
 
-def test_order_changes_with_epoch_and_seed_and_with_nothing_else():
-    cut = (2, 3, 2)
-    assert steps(cut) == steps(cut)
-    assert len({str(steps(cut, epoch=epoch, seed=seed)) for epoch in range(3) for seed in range(3)}) == 9
+def test_steps_and_their_neighbours_differ_in_length():
+    """The micro-batches are shuffled after the sorting: no run of short or long ones."""
+    means = np.array([SIZES.lengths[batch].mean() for batch in plan(batches_per_step=1).batches(0)])
+    assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.3
 
 
-def test_over_epochs_every_sample_is_left_out_now_and_then():
-    left_out = [set(SAMPLES.tolist()) - {s for step in steps((12, 1, 1), epoch=e) for s in step} for e in range(60)]
-    assert all(len(tail) == 5 for tail in left_out)
-    assert set.union(*left_out) == set(SAMPLES.tolist())
+def test_samples_meet_others_in_every_epoch():
+    together = [
+        {(a, b) for batch in plan().batches(epoch) for a in batch for b in batch if a < b} for epoch in range(2)
+    ]
+    assert len(together[0] & together[1]) < 0.2 * len(together[0])
 
 
-@pytest.mark.parametrize("start", [0, 1, 5, 8])
+def test_the_plan_changes_with_epoch_and_seed_and_with_nothing_else():
+    assert in_order(ranks(3)) == in_order(ranks(3))
+    assert len({str(ranks(1, epoch=epoch, seed=seed)) for epoch in range(3) for seed in range(3)}) == 9
+
+
+def test_anchors_in_step_counts_the_whole_step_on_every_rank():
+    batches = in_order(ranks(3))
+    for first in range(0, len(batches), 12):
+        step = batches[first : first + 12]
+        expected = sum(int(SIZES.anchors[POSITION[sample]]) for batch in step for sample in batch.samples)
+        assert {batch.anchors_in_step for batch in step} == {expected}
+
+
+def test_what_an_epoch_leaves_out_is_counted_and_shown(caplog):
+    planner = plan(batches_per_step=1)
+    planner.num_batches -= 5
+    left_out = {frozenset(range(COUNT)) - frozenset(np.concatenate(planner.batches(epoch))) for epoch in range(8)}
+    assert len(left_out) == 8
+    with caplog.at_level("INFO"):
+        list(StepSampler(planner))
+    assert f"epoch 0: {COUNT - sum(map(len, planner.batches(0)))} of {COUNT} samples" in caplog.text
+
+
+@pytest.mark.parametrize("start", [0, 1, 5])
 def test_a_start_skips_so_many_micro_batches_once(start):
-    whole = list(make((2, 3, 2), rank=1))
-    sampler = make((2, 3, 2), rank=1, start=start)
+    sampler = StepSampler(plan(), rank=1, world_size=3)
+    whole = list(sampler)
+    sampler.start = start
     assert list(sampler) == whole[start:]
     assert list(sampler) == whole
 
 
-def test_fewer_samples_than_a_step_are_refused():
-    with pytest.raises(ConfigError, match=r"holds 53 samples, but one optimizer step takes 54 \(9 samples x 2 ranks"):
-        make((9, 2, 3))
-    assert len(make((53, 1, 1))) == 1
+@pytest.mark.parametrize("shard_window", [1, 2, 4])
+def test_a_window_of_shards_bounds_the_shards_in_use(shard_window):
+    shards = [
+        {int(SIZES.shards[POSITION[sample]]) for sample in batch.samples}
+        for batch in in_order(ranks(1, batches_per_step=1, shard_window=shard_window))
+    ]
+    needed = [{shard for later in shards[i:] for shard in later} for i in range(len(shards))]
+    seen = set()
+    for i, now in enumerate(shards):
+        seen |= now
+        assert len(seen & needed[i]) <= 2 * shard_window  # those in use, and at a border the next ones
+    first = [batches[0].samples for epoch in range(6) for batches in ranks(1, epoch=epoch, shard_window=shard_window)]
+    assert len({int(SIZES.shards[POSITION[samples[0]]]) for samples in first}) > 1
 
 
-@pytest.mark.parametrize(("batch_size", "world_size"), [(1, 1), (5, 1), (5, 2), (4, 3), (53, 2), (60, 8)])
-def test_validation_takes_every_sample_once_and_gives_every_rank_as_many_batches(batch_size, world_size):
+def test_what_can_not_be_planned_is_refused():
+    with pytest.raises(ConfigError, match="holds 300 samples, but one optimizer step takes 301 micro-batches"):
+        plan(batches_per_step=301)
+    assert plan(batches_per_step=300).num_batches == 300
+    heaviest = int(SIZES.tokens.max())
+    with pytest.raises(ConfigError, match=f"the largest sample alone takes {heaviest} tokens"):
+        plan(batch_tokens=heaviest - 1)
+    assert plan(batch_tokens=heaviest).num_batches > 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_validation_takes_every_sample_once_and_gives_every_rank_as_many_batches(world_size):
     by_rank = [
-        list(ValidationSampler(SAMPLES, ANCHORS, batch_size=batch_size, rank=rank, world_size=world_size))
+        list(ValidationSampler(SIZES, batch_tokens=BUDGET, rank=rank, world_size=world_size))
         for rank in range(world_size)
     ]
     assert len({len(batches) for batches in by_rank}) == 1
     counted = [batch for batches in by_rank for batch in batches if batch.anchors_in_step]
-    assert sorted(sample for batch in counted for sample in batch.samples) == SAMPLES.tolist()
-    assert sum(batch.anchors_in_step for batch in counted) == ANCHORS.sum()
+    assert sorted(sample for batch in counted for sample in batch.samples) == SIZES.samples.tolist()
+    assert sum(batch.anchors_in_step for batch in counted) == SIZES.anchors.sum()
+    assert max(map(padded_tokens, counted)) <= BUDGET
     assert sum(len(batches) for batches in by_rank) - len(counted) < world_size
     assert all(batch.epoch is None and batch.samples for batches in by_rank for batch in batches)

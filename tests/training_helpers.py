@@ -124,7 +124,6 @@ class DealtSteps(torch.utils.data.Dataset):
         return collate(
             [given.sample for given in members],
             [given.anchors for given in members],
-            num_anchors=max(len(given.anchors) for given in step),
             anchors_in_step=sum(len(given.anchors) for given in step),
         )
 

@@ -47,6 +47,7 @@ class FeatureCache:
         sample_ids: list of str, one a sample; the order is the plan's.
         lengths: [samples] int64, tokens in each sample.
         anchor_candidates: [samples] int32, places for a training block in each sample (`count_anchor_candidates`).
+        shards: [samples] int32, the shard that holds each sample.
         num_tokens: tokens in all.
         num_bytes: stored bytes of the shards.
 
@@ -84,7 +85,7 @@ class FeatureCache:
             candidates.append(self._read_whole(shard, "anchor_candidates"))
             shards.append(np.full(marker.samples, shard, dtype=np.int32))
         self._starts = np.concatenate(starts)
-        self._shards = np.concatenate(shards)
+        self.shards = np.concatenate(shards)
         self.lengths = np.concatenate(lengths)
         self.anchor_candidates = np.concatenate(candidates)
         self.num_tokens = int(self.lengths.sum())
@@ -104,7 +105,7 @@ class FeatureCache:
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of a cache with {len(self)} samples")
-        shard, start = int(self._shards[index]), int(self._starts[index])
+        shard, start = int(self.shards[index]), int(self._starts[index])
         rows = slice(start, start + int(self.lengths[index]))
         opened = self._opened(shard)
         features = self._values(shard, FEATURES, opened.features, rows)
