@@ -20,9 +20,13 @@ def info(cache: str, object_store: ObjectStoreSettings = ObjectStoreSettings()) 
         object_store: how to reach a cache that is a URL.
     """
     table = Table("name", Column("value", overflow="fold"), show_header=False, box=None, pad_edge=False)
-    for name, value in describe(open_store(cache, object_store)).items():
+    description = describe(open_store(cache, object_store))
+    quarantined = description.pop("quarantined")
+    for name, value in description.items():
         table.add_row(name, escape(value if isinstance(value, str) else json.dumps(value)))
     Console().print(table)
+    for sample in quarantined:
+        say(f"quarantined in shard {sample['shard']:06d}: sample {sample['sample_id']!r}: {sample['reason']}")
 
 
 def verify(cache: str, object_store: ObjectStoreSettings = ObjectStoreSettings()) -> None:  # noqa: B008

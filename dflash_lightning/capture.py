@@ -17,6 +17,7 @@ from dflash_lightning.cache import (
     BackgroundWriter,
     CacheManifest,
     ObjectStoreSettings,
+    Quarantined,
     Sample,
     create_or_join,
     open_store,
@@ -28,6 +29,9 @@ from dflash_lightning.features import compute_features
 from dflash_lightning.prepared import PreparedSample, load_data
 from dflash_lightning.progress import say, track
 from dflash_lightning.target import load_target, target_identity, target_text_config
+
+# Quarantined samples that are shown at the end.
+MAX_SHOWN = 10
 
 
 def plan_shards(samples: Sequence[PreparedSample], shard_tokens: int) -> list[range]:
@@ -58,14 +62,24 @@ def plan_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
 
 def capture_samples(
     target: PreTrainedModel, samples: Sequence[PreparedSample], layer_ids: Sequence[int], batch_tokens: int
-) -> Iterator[tuple[int, Sample]]:
+) -> Iterator[tuple[int, Sample | Quarantined]]:
     """Features of each sample, batch by batch: pairs of index and finished sample, in no particular order.
 
-    Rows are padded on the right and cut back, so that a sample's features don't depend on its neighbours.
+    Rows are padded on the right and cut back, so that a sample's features don't depend on its neighbours. A sample that
+    the target can't take is quarantined.
     """
+    vocab_size = target.config.get_text_config().vocab_size
+    usable = []
+    for i, sample in enumerate(samples):
+        reason = _why_unusable(sample, vocab_size)
+        if reason is None:
+            usable.append(i)
+        else:
+            yield i, Quarantined(sample.id, reason)
     pad = target.config.get_text_config().eos_token_id or 0
     pad = pad[0] if isinstance(pad, list) else pad
-    for batch in plan_batches([len(sample.input_ids) for sample in samples], batch_tokens):
+    for members in plan_batches([len(samples[i].input_ids) for i in usable], batch_tokens):
+        batch = [usable[k] for k in members]
         length = max(len(samples[i].input_ids) for i in batch)
         input_ids = torch.full((len(batch), length), pad)
         attention_mask = torch.zeros(len(batch), length, dtype=torch.long)
@@ -89,6 +103,15 @@ def capture_samples(
             )
 
 
+def _why_unusable(sample: PreparedSample, vocab_size: int) -> str | None:
+    if not sample.input_ids:
+        return "it has no tokens"
+    if min(sample.input_ids) < 0 or max(sample.input_ids) >= vocab_size:
+        outside = [token for token in sample.input_ids if not 0 <= token < vocab_size]
+        return f"{len(outside)} token ids are outside the target's vocabulary of {vocab_size:,}, first {outside[0]}"
+    return None
+
+
 def capture(
     target: str,
     data: Path,
@@ -101,6 +124,7 @@ def capture(
     batch_tokens: int = 4096,
     shard_tokens: int = 32768,
     num_threads: int = 1,
+    max_quarantined: float = 0.01,
     object_store: ObjectStoreSettings = ObjectStoreSettings(),  # noqa: B008
 ) -> None:
     """Store the target's context features of prepared texts in a feature cache.
@@ -121,6 +145,8 @@ def capture(
         shard_tokens: tokens of a shard, the unit that is redone after an interruption.
         num_threads: CPU threads of each process, whatever its launcher allows. The last bits of the features depend on
             it, so a cache has one number; to use more cores, run more processes.
+        max_quarantined: share of the samples that may be left out because they can't be stored (NaN features and the
+            like), 0 to 1; with more, the capture stops.
         object_store: how to reach a cache that is a URL.
 
     Raises:
@@ -130,6 +156,8 @@ def capture(
     for name, value in counts.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; expected at least 1.")
+    if not 0 <= max_quarantined <= 1:
+        raise ConfigError(f"max_quarantined is {max_quarantined}; expected a share from 0 to 1.")
     torch.set_num_threads(num_threads)
     place = launched_place()
     identity = target_identity(target)
@@ -165,11 +193,14 @@ def capture(
         },
         dataset_sha256=info.dataset_sha256,
         max_length=max(len(sample.input_ids) for sample in samples),
-        data=str(data.resolve()),
+        source={
+            "target": str(Path(target).resolve()) if Path(target).exists() else target,
+            "data": str(data.resolve()),
+        },
         code_version=__version__,
         shard_samples=tuple(map(len, shards)),
     )
-    writer = create_or_join(open_store(cache, object_store), manifest, rank=place.rank)
+    writer = create_or_join(open_store(cache, object_store), manifest, rank=place.rank, max_quarantined=max_quarantined)
     mine = [i for i in range(place.rank, len(shards), place.world_size) if not writer.is_committed(i)]
     if mine:
         model = load_target(target, dtype=getattr(torch, dtype), device=device)
@@ -178,14 +209,20 @@ def capture(
         with track(total, process, "tokens") as progress, BackgroundWriter(writer) as background:
             for shard in mine:
                 members = [samples[k] for k in shards[shard]]
-                finished: dict[int, Sample] = {}
+                finished: dict[int, Sample | Quarantined] = {}
                 for index, sample in capture_samples(model, members, layer_ids, batch_tokens):
                     finished[index] = sample
-                    progress.advance(1, done=len(sample.input_ids))
+                    progress.advance(1, done=len(members[index].input_ids))
                     background.check()
                 background.write_shard(shard, [finished[i] for i in range(len(members))])
+    writer.check_quarantined()
     committed = sum(writer.is_committed(i) for i in range(len(shards)))
+    quarantined = writer.quarantined()
     say(
         f"{cache}: process {place.rank + 1} of {place.world_size} is done, {len(mine)} shards written now; "
-        f"{committed} of {len(shards)} shards are committed"
+        f"{committed} of {len(shards)} shards are committed, {len(quarantined)} samples quarantined"
     )
+    for sample in quarantined[:MAX_SHOWN]:
+        say(f"  {sample}")
+    if len(quarantined) > MAX_SHOWN:
+        say(f"  and {len(quarantined) - MAX_SHOWN:,} more: dflash-lightning cache info {cache}")

@@ -24,7 +24,7 @@ def make_manifest(**changes) -> CacheManifest:
         "capture": {"dtype": "bfloat16", "device": "cpu", "num_threads": 1},
         "dataset_sha256": "d" * 64,
         "max_length": 512,
-        "data": "data",
+        "source": {"target": "there", "data": "here"},
         "code_version": "0.1.0",
         "shard_samples": SHARD_SAMPLES,
     }

@@ -12,7 +12,7 @@ from cache_helpers import HIDDEN, LAYERS, SHARD_SAMPLES, capture, make_manifest,
 from torch.utils.data import DataLoader, Dataset
 
 from dflash_lightning.cache import Fault, FeatureCache, TargetIdentity, create_or_join, reader, verify
-from dflash_lightning.cache.arrays import OBJECTS
+from dflash_lightning.cache.arrays import FILL_VALUES, objects_of
 from dflash_lightning.errors import CacheError
 
 SHARD = 2
@@ -56,7 +56,7 @@ def flip(file: Path) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("name", sorted(OBJECTS))
+@pytest.mark.parametrize("name", sorted(objects_of(FILL_VALUES)))
 @pytest.mark.parametrize("damage", [remove, truncate, empty, flip])
 def test_each_damaged_object_is_found(cache_folder, damage, name):
     damage(cache_folder / "shards" / f"{SHARD:06d}" / name)
@@ -86,6 +86,18 @@ def test_a_shard_in_another_shards_place_is_found(cache_folder):
     with pytest.raises(CacheError, match=r"shard 000001, object COMMITTED: it belongs to shard 000002"):
         FeatureCache(cache_folder)
     assert "belongs to shard 000002" in str(verify(cache_folder))
+
+
+def test_a_shard_of_another_cache_is_found(cache_folder, tmp_path):
+    """The same plan and the same samples, but another dtype: nothing in the shard itself is damaged."""
+    other = create_or_join(tmp_path / "other", make_manifest(capture={"dtype": "float32"}))
+    other.write_shard(1, shard_samples(1))
+    shutil.rmtree(cache_folder / "shards/000001")
+    shutil.copytree(tmp_path / "other/shards/000001", cache_folder / "shards/000001")
+    with pytest.raises(CacheError, match=r"shard 000001, object COMMITTED: it belongs to another cache"):
+        FeatureCache(cache_folder)
+    (fault,) = verify(cache_folder)
+    assert (fault.shard, fault.object) == (1, "COMMITTED")
 
 
 def test_many_flips_of_single_bytes_in_the_features(cache_folder):

@@ -3,8 +3,8 @@
 import errno
 import multiprocessing
 import os
-import pickle
 import random
+import re
 import time
 
 import numpy as np
@@ -24,7 +24,7 @@ from cache_helpers import (
 )
 from zarr.storage import LocalStore
 
-from dflash_lightning.cache import FeatureCache, SampleError, TargetIdentity, create_or_join, verify
+from dflash_lightning.cache import FeatureCache, Quarantined, TargetIdentity, create_or_join, describe, verify
 from dflash_lightning.cache import writer as writer_module
 from dflash_lightning.errors import CacheError
 
@@ -180,7 +180,7 @@ def test_each_differing_field_is_listed_with_both_values(tmp_path):
         capture={"dtype": "bfloat16", "device": "cuda", "num_threads": 1},
         dataset_sha256="e" * 64,
         max_length=100,
-        data="elsewhere",
+        source={},
         code_version="0.2.0",
         shard_samples=(5,) * 20,
     )
@@ -208,7 +208,7 @@ def test_where_things_came_from_is_free_to_change(tmp_path):
     create_or_join(tmp_path, make_manifest()).write_shard(0, shard_samples(0))
     before = (tmp_path / "manifest.json").read_bytes()
     target = TargetIdentity("renamed", "v2", "w" * 64, "t" * 64, "c" * 64)
-    writer = create_or_join(tmp_path, make_manifest(target=target, data="elsewhere", code_version="0.2.0"))
+    writer = create_or_join(tmp_path, make_manifest(target=target, source={}, code_version="0.2.0"))
     assert writer.is_committed(0)
     writer.write_shard(1, shard_samples(1))
     assert (tmp_path / "manifest.json").read_bytes() == before
@@ -276,19 +276,79 @@ def one_value_at_a_token(sample):
         (lambda s: setattr(s, "input_ids", -s.input_ids), "negative id"),
         (lambda s: setattr(s, "loss_mask", s.loss_mask.astype(bool)), "loss_mask must be uint8, not bool"),
         (lambda s: setattr(s, "loss_mask", s.loss_mask * 2), "other than 0 and 1"),
-        (lambda s: setattr(s, "sample_id", "prüfung-0"), "occurs twice in shard 000000"),
+        (lambda s: setattr(s, "sample_id", "prüfung-0"), "another sample of its shard has the same id"),
     ],
 )
-def test_unfit_samples_are_refused_by_id(tmp_path, spoil, words):
+def test_unfit_samples_are_quarantined_by_id_and_the_others_stored(tmp_path, spoil, words):
     samples = shard_samples(0)
     spoil(samples[1])
-    writer = create_or_join(tmp_path, make_manifest())
-    with pytest.raises(SampleError, match=words) as caught:
-        writer.write_shard(0, samples)
-    assert caught.value.sample_id == samples[1].sample_id
-    assert str(caught.value).startswith(f"sample {samples[1].sample_id!r}: ")
-    assert os.listdir(tmp_path) == ["manifest.json"]
-    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    writer = create_or_join(tmp_path, make_manifest(), max_quarantined=0.1)
+    marker = writer.write_shard(0, samples)
+    (left_out,) = marker.quarantined
+    assert left_out.sample_id == samples[1].sample_id
+    assert re.search(words, left_out.reason)
+    cache = FeatureCache(tmp_path, require_complete=False)
+    assert cache.sample_ids == ["prüfung-0", "prüfung-2"]
+    for index, number in enumerate((0, 2)):
+        assert torch.equal(cache.read(index).features, make_sample(number).features)
+    assert {fault.shard for fault in verify(tmp_path)} == {1, 2, 3}
+    told = describe(tmp_path)
+    assert (told["samples"], told["samples_quarantined"]) == (2, 1)
+    assert told["quarantined"] == [{"shard": 0, **vars(left_out)}]
+
+
+def test_a_shard_without_a_stored_sample(tmp_path):
+    """Quarantined by the producer, all of them: the shard is committed, and read as one that has nothing."""
+    writer = create_or_join(tmp_path, make_manifest(), max_quarantined=0.4)
+    for shard in range(len(SHARD_SAMPLES)):
+        samples = shard_samples(shard)
+        if shard in (0, 1):
+            samples = [Quarantined(sample.sample_id, "too hot") for sample in samples]
+        writer.write_shard(shard, samples)
+    assert [file.name for file in sorted((tmp_path / "shards/000000").iterdir())] == ["COMMITTED", "zarr.json"]
+    assert verify(tmp_path) == []
+    cache = FeatureCache(tmp_path)
+    assert cache.complete
+    assert cache.sample_ids == [f"prüfung-{i}" for i in range(4, 10)]
+    for index in range(len(cache)):
+        assert torch.equal(cache.read(index).features, make_sample(index + 4).features)
+    told = describe(tmp_path)
+    assert (told["samples"], told["samples_quarantined"], told["samples_planned"]) == (6, 4, 10)
+    assert [(sample["shard"], sample["sample_id"]) for sample in told["quarantined"]] == [
+        *((0, f"prüfung-{i}") for i in range(3)),
+        (1, "prüfung-3"),
+    ]
+    (tmp_path / "shards/000001/zarr.json").write_text("{}")
+    (fault,) = verify(tmp_path)
+    assert (fault.shard, fault.object) == (1, "zarr.json")
+
+
+def test_a_cache_in_which_everything_is_quarantined_has_nothing_to_read(tmp_path):
+    writer = create_or_join(tmp_path, make_manifest(shard_samples=(1,)), max_quarantined=1.0)
+    writer.write_shard(0, [Quarantined("x", "too hot")])
+    assert verify(tmp_path) == []
+    with pytest.raises(CacheError, match="holds no sample"):
+        FeatureCache(tmp_path)
+
+
+def test_too_many_quarantined_samples_stop_the_run_and_keep_what_is_good(tmp_path):
+    """Counted over all writers, those that another process committed included."""
+    manifest = make_manifest()  # 10 samples: 0.2 are 2
+    first, second = (create_or_join(tmp_path, manifest, rank=rank, max_quarantined=0.2) for rank in (0, 1))
+    first.write_shard(2, [*shard_samples(2)[:3], Quarantined("a", "too hot")])
+    second.write_shard(1, [Quarantined("b", "too cold")])
+    second.check_quarantined()
+    with pytest.raises(CacheError) as caught:
+        first.write_shard(0, [Quarantined("c", "too wet"), *shard_samples(0)[1:]])
+    message = str(caught.value)
+    assert message.startswith("3 of 10 planned samples can't be stored; max_quarantined allows 0.2 of them:")
+    for line in ("sample 'a': too hot", "sample 'b': too cold", "sample 'c': too wet"):
+        assert f"\n  {line}\n" in message
+    assert sorted(entry.name for entry in (tmp_path / "shards").iterdir()) == ["000001", "000002"]
+    assert {fault.shard for fault in verify(tmp_path)} == {0, 3}
+    first.write_shard(0, shard_samples(0))  # the cause is removed
+    with pytest.raises(CacheError, match=r"2 of 10 planned .* max_quarantined allows 0\.1 of them"):
+        create_or_join(tmp_path, manifest, max_quarantined=0.1).check_quarantined()
 
 
 def test_layers_that_only_look_constant_are_kept(tmp_path):

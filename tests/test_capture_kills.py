@@ -7,19 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 from cache_helpers import stored_files
+from capture_helpers import capture_arguments, random_texts, write_texts
 
 from dflash_lightning.cache import verify
 from dflash_lightning.cli import run
-from dflash_lightning.prepared import DataInfo, PreparedSample, dataset_sha256, write_data
-from dflash_lightning.target import target_identity
 
-NUM_SAMPLES, SHARD_TOKENS = 120, 50
-SETTINGS = ["--target-layer-ids", "[1, 3, 4]", "--batch-tokens", "100", "--shard-tokens", str(SHARD_TOKENS)]
+NUM_SAMPLES = 120
 NUM_KILLS = 20
 MARKERS = "shards/*/COMMITTED"
 
@@ -71,28 +70,10 @@ def server():
 
 
 @pytest.fixture(scope="module")
-def data_folder(tmp_path_factory, llama_folder) -> Path:
-    """Prepared texts of 8 to 60 random tokens."""
-    draw = random.Random(3)
-    samples = []
-    for number in range(NUM_SAMPLES):
-        tokens = [draw.randrange(4, 260) for _ in range(draw.randrange(8, 60))]
-        start = draw.randrange(1, len(tokens) - 2)
-        samples.append(PreparedSample(f"text-{number}", {"prompt": "?"}, "!", "stop", "given", tokens, start, {}))
-    folder = tmp_path_factory.mktemp("kills") / "data"
-    folder.mkdir()
-    info = DataInfo(target_identity(str(llama_folder)), {"mode": "chat"}, {}, dataset_sha256(samples), {})
-    write_data(folder, info, samples, [])
-    return folder
-
-
-@pytest.fixture(scope="module")
-def arguments(data_folder, llama_folder):
+def arguments(tmp_path_factory, llama_folder):
     """Makes the arguments of a capture into a folder."""
-    return lambda cache: [
-        *("capture", "--target", str(llama_folder), "--data", str(data_folder), "--cache", str(cache)),
-        *SETTINGS,
-    ]
+    data = write_texts(tmp_path_factory.mktemp("kills") / "data", llama_folder, random_texts(NUM_SAMPLES))
+    return partial(capture_arguments, llama_folder, data)
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,7 @@ def write_cache(path: Path, samples: list[Sample], *, target: Path, layer_ids, h
         capture={},
         dataset_sha256="d" * 64,
         max_length=max(len(sample.input_ids) for sample in samples),
-        data="data",
+        source={},
         code_version="0",
         shard_samples=tuple(map(len, shards)),
     )

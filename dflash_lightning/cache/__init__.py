@@ -12,7 +12,7 @@ from dflash_lightning.cache.location import open_store
 from dflash_lightning.cache.manifest import CacheManifest, TargetIdentity
 from dflash_lightning.cache.object_store import ObjectStoreSettings
 from dflash_lightning.cache.reader import FeatureCache
-from dflash_lightning.cache.samples import Sample, SampleError, count_anchor_candidates
+from dflash_lightning.cache.samples import Quarantined, Sample, count_anchor_candidates
 from dflash_lightning.cache.store import CacheStore
 from dflash_lightning.cache.verify import Fault, verify
 from dflash_lightning.cache.writer import CacheWriter, create_or_join
@@ -25,8 +25,8 @@ __all__ = [
     "Fault",
     "FeatureCache",
     "ObjectStoreSettings",
+    "Quarantined",
     "Sample",
-    "SampleError",
     "TargetIdentity",
     "count_anchor_candidates",
     "create_or_join",

@@ -1,5 +1,6 @@
 """The Zarr arrays of one shard: names, types, chunks and codecs. The only module that reads or writes one."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,10 @@ def metadata_object(name: str) -> str:
     return f"{name}/{METADATA}"
 
 
-OBJECTS = frozenset({METADATA, *map(metadata_object, FILL_VALUES), *map(data_object, FILL_VALUES)})
+def objects_of(arrays: Iterable[str]) -> frozenset[str]:
+    """The objects of a shard that holds `arrays`, its marker left out."""
+    names = list(arrays)
+    return frozenset({METADATA, *map(metadata_object, names), *map(data_object, names)})
 
 
 def write_arrays(
@@ -49,12 +53,13 @@ def write_arrays(
 
     Args:
         folder: where to create the group; must not exist.
-        columns: an array for each name of FILL_VALUES, in the dtype given there; none is empty.
+        columns: an array for each name of FILL_VALUES, in the dtype given there, none of them empty; or no array at
+            all, for a shard without a sample.
     """
     limit_threads()
     group = zarr.create_group(folder, zarr_format=3, attributes=group_attributes)
-    for name, fill_value in FILL_VALUES.items():
-        values = columns[name]
+    for name, values in columns.items():
+        fill_value = FILL_VALUES[name]
         assert values.dtype == fill_value.dtype, name
         is_features = name == FEATURES
         chunk = (FEATURE_CHUNK_ROWS, values.shape[1]) if is_features else values.shape

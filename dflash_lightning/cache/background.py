@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
-from dflash_lightning.cache.samples import Sample
+from dflash_lightning.cache.samples import Quarantined, Sample
 from dflash_lightning.cache.shards import ShardMarker
 from dflash_lightning.cache.writer import CacheWriter
 
@@ -43,11 +43,11 @@ class BackgroundWriter:
         if kind is None:
             self._wait()
 
-    def write_shard(self, shard: int, samples: Sequence[Sample]) -> None:
+    def write_shard(self, shard: int, samples: Sequence[Sample | Quarantined]) -> None:
         """Start writing a shard, once the one before is committed.
 
         Raises:
-            SampleError, CacheError: the shard before couldn't be written; see `CacheWriter.write_shard`.
+            CacheError: the shard before couldn't be written; see `CacheWriter.write_shard`.
         """
         self._wait()
         self._writing = self._thread.submit(self._writer.write_shard, shard, samples)

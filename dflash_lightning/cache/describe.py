@@ -13,7 +13,8 @@ def describe(cache: str | Path | CacheStore) -> dict:
     """Sum up a cache, finished or not, from its manifest and markers. The answer can be written as JSON.
 
     Returns:
-        path, complete, shards_committed, shards_planned, samples, samples_planned, tokens, bytes (stored),
+        path, complete, shards_committed, shards_planned, samples, samples_planned, samples_quarantined, quarantined
+        (shard, sample_id and reason of each), tokens, bytes (stored),
         bytes_per_token (None without a token), uncompressed_bytes_per_token (of the features), and every field of the
         manifest but `shard_samples`.
 
@@ -22,7 +23,7 @@ def describe(cache: str | Path | CacheStore) -> dict:
     """
     store = open_store(cache)
     manifest = CacheManifest.load(store)
-    found = (ShardMarker.load(store, shard) for shard in range(manifest.num_shards))
+    found = (ShardMarker.load(store, shard, manifest) for shard in range(manifest.num_shards))
     markers = [marker for marker in found if marker is not None]
     tokens = sum(marker.rows for marker in markers)
     num_bytes = sum(marker.num_bytes for marker in markers)
@@ -33,7 +34,11 @@ def describe(cache: str | Path | CacheStore) -> dict:
         "shards_committed": len(markers),
         "shards_planned": manifest.num_shards,
         "samples": sum(marker.samples for marker in markers),
-        "samples_planned": sum(manifest.shard_samples),
+        "samples_planned": manifest.num_samples,
+        "samples_quarantined": sum(len(marker.quarantined) for marker in markers),
+        "quarantined": [
+            {"shard": marker.shard, **asdict(sample)} for marker in markers for sample in marker.quarantined
+        ],
         "tokens": tokens,
         "bytes": num_bytes,
         "bytes_per_token": num_bytes / tokens if tokens else None,

@@ -1,7 +1,9 @@
 """The manifest: the target, layers, data and generation that a cache belongs to, and how its samples form shards."""
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass
+from functools import cached_property
 
 from dflash_lightning.cache.records import dump_record, parse_record
 from dflash_lightning.cache.store import CacheStore
@@ -12,7 +14,7 @@ FORMAT_VERSION = 2
 FEATURE_DTYPE = "bfloat16"
 LAYER_CONVENTION = "0-based decoder layer outputs: layer i is hidden_states[i + 1] of transformers"
 NOT_SET = "nothing"
-PROVENANCE = ("target.name", "target.revision", "data", "code_version")
+PROVENANCE = ("target.name", "target.revision", "source", "code_version")
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class CacheManifest:
             JSON object.
         dataset_sha256: fingerprint of the data set that the samples are from.
         max_length: tokens of the longest planned sample.
-        data: where the data set was. For people and for `cache verify --repair`.
+        source: where the target and the data were (`target`, `data`). For people and for `cache verify --repair`.
         code_version: version of the code that planned the cache. For people: what a version can read and continue is
             told by `format_version`.
         shard_samples: number of samples in each planned shard. It follows from the data set alone, never from the
@@ -68,14 +70,14 @@ class CacheManifest:
     capture: dict
     dataset_sha256: str
     max_length: int
-    data: str
+    source: dict
     code_version: str
     shard_samples: tuple[int, ...]
 
     def __post_init__(self):
         object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
         object.__setattr__(self, "shard_samples", tuple(self.shard_samples))
-        for field in ("generation", "capture"):
+        for field in ("generation", "capture", "source"):
             object.__setattr__(self, field, json.loads(json.dumps(getattr(self, field))))
         if self.format_version != FORMAT_VERSION:
             raise CacheError(f"the cache has format version {self.format_version}; this version reads {FORMAT_VERSION}")
@@ -102,6 +104,19 @@ class CacheManifest:
     @property
     def num_shards(self) -> int:
         return len(self.shard_samples)
+
+    @property
+    def num_samples(self) -> int:
+        """Planned samples."""
+        return sum(self.shard_samples)
+
+    @cached_property
+    def identity_sha256(self) -> str:
+        """SHA-256 (hex) of all fields but those that only say where things came from. Two caches that a run may
+        continue have the same one; each shard's marker repeats it.
+        """
+        identity = {field: value for field, value in _flat(self).items() if field not in PROVENANCE}
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     def create(self, store: CacheStore) -> bool:
         """Write `manifest.json` into the cache unless there is one; of several processes exactly one succeeds.
@@ -137,7 +152,7 @@ class CacheManifest:
     def differences(self, other: "CacheManifest") -> list[str]:
         """Each field in which the cache (self) and a run (other) differ: "field: cache has X, this run has Y".
 
-        Fields that only say where things came from are free: `data`, `code_version`, and the target's name and
+        Fields that only say where things came from are free: `source`, `code_version`, and the target's name and
         revision as long as its hashes are the same.
         """
         free = set(PROVENANCE)
@@ -152,10 +167,11 @@ class CacheManifest:
 
 
 def _flat(manifest: CacheManifest) -> dict:
-    """All fields, those of objects as "target.name", "capture.dtype" and so on."""
+    """All fields, those of the target, `generation` and `capture` as "target.name", "capture.dtype" and so on."""
     flat = {}
     for field, value in asdict(manifest).items():
-        flat |= {f"{field}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {field: value}
+        nested = isinstance(value, dict) and field != "source"
+        flat |= {f"{field}.{key}": inner for key, inner in value.items()} if nested else {field: value}
     return flat
 
 

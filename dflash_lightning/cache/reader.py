@@ -59,7 +59,7 @@ class FeatureCache:
         self.store = open_store(cache)
         self.manifest = CacheManifest.load(self.store)
         planned = self.manifest.num_shards
-        found = (ShardMarker.load(self.store, shard) for shard in range(planned))
+        found = (ShardMarker.load(self.store, shard, self.manifest) for shard in range(planned))
         self._markers = {marker.shard: marker for marker in found if marker is not None}
         self.complete = len(self._markers) == planned
         if (require_complete and not self.complete) or not self._markers:
@@ -67,6 +67,8 @@ class FeatureCache:
                 f"{self.store.location}: {len(self._markers)} of {planned} shards are committed; finish it with the "
                 "same capture command"
             )
+        if not any(marker.samples for marker in self._markers.values()):
+            raise CacheError(f"{self.store.location} holds no sample: all that were captured are quarantined")
         self.num_bytes = sum(marker.num_bytes for marker in self._markers.values())
         self._open_shards: OrderedDict[int, _OpenShard] = OrderedDict()
         self._process = os.getpid()
@@ -76,6 +78,8 @@ class FeatureCache:
         self.sample_ids: list[str] = []
         starts, lengths, candidates, shards = [], [], [], []
         for shard, marker in self._markers.items():
+            if not marker.samples:
+                continue
             offsets = self._read_whole(shard, "offsets")
             names = self._read_whole(shard, "sample_ids").tobytes()
             bounds = self._read_whole(shard, "sample_id_offsets").tolist()

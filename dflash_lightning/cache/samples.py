@@ -30,8 +30,19 @@ class Sample:
     features: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Quarantined:
+    """A planned sample that can't be stored, and why not."""
+
+    sample_id: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"sample {self.sample_id!r}: {self.reason}"
+
+
 class SampleError(CacheError):
-    """A sample that can't be stored: names the sample and the reason, so that a caller may set it aside.
+    """A sample that can't be stored: names the sample and the reason.
 
     Attributes:
         sample_id: which sample.

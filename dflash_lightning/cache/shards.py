@@ -2,8 +2,10 @@
 
 from dataclasses import asdict, dataclass
 
-from dflash_lightning.cache.arrays import OBJECTS
+from dflash_lightning.cache.arrays import FILL_VALUES, objects_of
+from dflash_lightning.cache.manifest import CacheManifest
 from dflash_lightning.cache.records import dump_record, parse_record
+from dflash_lightning.cache.samples import Quarantined
 from dflash_lightning.cache.store import MARKER, CacheStore
 from dflash_lightning.errors import CacheError
 
@@ -23,20 +25,23 @@ class ShardMarker:
     """The content of COMMITTED. Its presence makes a shard visible; it is written after everything else is on disk.
 
     Attributes:
+        identity_sha256: the manifest's; ties the marker to its cache.
         shard: index in the plan; ties the marker to its folder.
-        rows: tokens in the shard.
-        samples: samples in the shard.
+        rows: stored tokens.
+        samples: stored samples. With the quarantined ones they are as many as the plan says.
+        quarantined: planned samples that can't be stored.
         objects: every other file of the shard by relative path.
-        producer: host, process id and rank that wrote it. The only part that may differ between two runs.
-        code_version: version of the code that wrote it.
+        producer: host, process id and rank that wrote it, and the version of its code. The only part that may differ
+            between two runs.
     """
 
+    identity_sha256: str
     shard: int
     rows: int
     samples: int
+    quarantined: tuple[Quarantined, ...]
     objects: dict[str, StoredObject]
     producer: dict
-    code_version: str
 
     @property
     def num_bytes(self) -> int:
@@ -47,11 +52,11 @@ class ShardMarker:
         return dump_record(asdict(self))
 
     @classmethod
-    def load(cls, store: CacheStore, shard: int) -> "ShardMarker | None":
+    def load(cls, store: CacheStore, shard: int, manifest: CacheManifest) -> "ShardMarker | None":
         """Read the marker of a shard; None if the shard isn't committed.
 
         Raises:
-            CacheError: the marker is damaged or belongs to another shard.
+            CacheError: the marker is damaged, or belongs to another shard or another cache.
         """
         try:
             data = store.read(f"{shard_name(shard)}/{MARKER}")
@@ -60,14 +65,29 @@ class ShardMarker:
         try:
             fields = parse_record(data)
             fields["objects"] = {name: StoredObject(**stored) for name, stored in fields["objects"].items()}
+            fields["quarantined"] = tuple(Quarantined(**sample) for sample in fields["quarantined"])
             marker = cls(**fields)
         except (CacheError, TypeError, KeyError) as error:
             raise damaged(store, shard, MARKER, str(error)) from error
-        if marker.shard != shard:
-            raise damaged(store, shard, MARKER, f"it belongs to shard {marker.shard:06d}")
-        if marker.objects.keys() != OBJECTS:
-            raise damaged(store, shard, MARKER, f"it lists the objects {sorted(marker.objects)}")
+        fault = marker._fault(shard, manifest)
+        if fault:
+            raise damaged(store, shard, MARKER, fault)
         return marker
+
+    def _fault(self, shard: int, manifest: CacheManifest) -> str | None:
+        planned = manifest.shard_samples[shard]
+        if self.shard != shard:
+            return f"it belongs to shard {self.shard:06d}"
+        if self.identity_sha256 != manifest.identity_sha256:
+            return "it belongs to another cache"
+        if self.samples + len(self.quarantined) != planned:
+            return (
+                f"it counts {self.samples} stored samples and {len(self.quarantined)} quarantined ones, the manifest "
+                f"plans {planned}"
+            )
+        if self.objects.keys() != objects_of(FILL_VALUES if self.samples else ()):
+            return f"it lists the objects {sorted(self.objects)}"
+        return None
 
 
 def shard_name(shard: int) -> str:

@@ -2,22 +2,34 @@
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
-from dflash_lightning.cache.arrays import FEATURES, OBJECTS, write_arrays
+from dflash_lightning.cache.arrays import FEATURES, objects_of, write_arrays
 from dflash_lightning.cache.location import open_store
 from dflash_lightning.cache.manifest import MANIFEST, CacheManifest
-from dflash_lightning.cache.samples import Sample, SampleError, count_anchor_candidates, feature_bits, storable
+from dflash_lightning.cache.samples import (
+    Quarantined,
+    Sample,
+    SampleError,
+    count_anchor_candidates,
+    feature_bits,
+    storable,
+)
 from dflash_lightning.cache.shards import ShardMarker, StoredObject, shard_name
 from dflash_lightning.cache.store import TEMPORARY_PREFIX, CacheStore
 from dflash_lightning.errors import CacheError
 
+# Quarantined samples that an error lists.
+MAX_LISTED = 20
 
-def create_or_join(cache: str | Path | CacheStore, manifest: CacheManifest, *, rank: int = 0) -> "CacheWriter":
+
+def create_or_join(
+    cache: str | Path | CacheStore, manifest: CacheManifest, *, rank: int = 0, max_quarantined: float = 0.01
+) -> "CacheWriter":
     """Open a cache for writing; create it if it isn't there.
 
     Any number of processes may call this at once, without talking to each other: one creates the manifest, the others,
@@ -27,6 +39,7 @@ def create_or_join(cache: str | Path | CacheStore, manifest: CacheManifest, *, r
         cache: path, URL or store of the cache, shared by all writers.
         manifest: what this run is about to write.
         rank: number of this writer, for names of temporary folders and the markers' `producer`.
+        max_quarantined: share of the planned samples that may be quarantined, 0 to 1.
 
     Raises:
         CacheError: the cache belongs to a different run (each differing field is listed with both values), the place
@@ -50,7 +63,7 @@ def create_or_join(cache: str | Path | CacheStore, manifest: CacheManifest, *, r
             + "\n  ".join(differences)
             + "\nUse the settings that the cache was made with, or name a new folder."
         )
-    return CacheWriter(store, manifest, rank)
+    return CacheWriter(store, manifest, rank, max_quarantined)
 
 
 class CacheWriter:
@@ -64,21 +77,62 @@ class CacheWriter:
         manifest: the manifest of the cache, the plan included.
     """
 
-    def __init__(self, store: CacheStore, manifest: CacheManifest, rank: int):
+    def __init__(self, store: CacheStore, manifest: CacheManifest, rank: int, max_quarantined: float):
         self.store = store
         self.manifest = manifest
-        self._producer = {"host": os.uname().nodename, "pid": os.getpid(), "rank": rank}
+        self._max_quarantined = max_quarantined
+        self._producer = {
+            "host": os.uname().nodename,
+            "pid": os.getpid(),
+            "rank": rank,
+            "code_version": manifest.code_version,
+        }
+        self._committed: dict[int, ShardMarker] = {}
 
     def is_committed(self, shard: int) -> bool:
         """Whether the shard is finished and visible to readers; CacheError if its marker is damaged."""
-        return ShardMarker.load(self.store, shard) is not None
+        if shard not in self._committed:
+            marker = ShardMarker.load(self.store, shard, self.manifest)
+            if marker is None:
+                return False
+            self._committed[shard] = marker
+        return True
+
+    def quarantined(self) -> list[Quarantined]:
+        """The quarantined samples of all committed shards, whoever wrote them."""
+        committed = [shard for shard in range(self.manifest.num_shards) if self.is_committed(shard)]
+        return [sample for shard in committed for sample in self._committed[shard].quarantined]
+
+    def check_quarantined(self, more: Sequence[Quarantined] = ()) -> None:
+        """Refuse to go on once too many samples are quarantined.
+
+        Args:
+            more: samples that are about to be quarantined, beside those in committed shards.
+
+        Raises:
+            CacheError: they are more than the share that is allowed; lists samples and reasons.
+        """
+        found, planned = [*self.quarantined(), *more], self.manifest.num_samples
+        if len(found) / planned > self._max_quarantined:
+            listed = [str(sample) for sample in found[-MAX_LISTED:]]
+            if len(found) > len(listed):
+                listed.append(f"and {len(found) - len(listed):,} before")
+            raise CacheError(
+                f"{len(found):,} of {planned:,} planned samples can't be stored; max_quarantined allows "
+                f"{self._max_quarantined:.4g} of them:\n  "
+                + "\n  ".join(listed)
+                + "\nThe shards committed so far are kept. Remove the cause, or allow more, and run the same capture "
+                "command again."
+            )
 
     def sweep(self, shard: int) -> list[str]:
         """Remove what dead producers left of an uncommitted shard; return what was removed. For its owner only."""
         return self.store.sweep(shard_name(shard))
 
-    def write_shard(self, shard: int, samples: Iterable[Sample]) -> ShardMarker:
+    def write_shard(self, shard: int, samples: Iterable[Sample | Quarantined]) -> ShardMarker:
         """Store and commit the samples of one shard, after sweeping its leftovers.
+
+        A sample that isn't `storable`, or that comes as quarantined already, is named in the marker instead.
 
         Memory: the features of the shard once more, plus their compressed form.
 
@@ -87,25 +141,21 @@ class CacheWriter:
             samples: as many as the plan says, in the plan's order.
 
         Raises:
-            SampleError: a sample has wrong types or lengths, non-finite features, a repeated id, or no place for a
-                training block.
-            CacheError: the shard is committed already, the number of samples isn't the planned one, another process
-                wrote the same shard, or there is no space left (committed shards are kept).
+            CacheError: the shard is committed already, the number of samples isn't the planned one, too many samples
+                are quarantined, another process wrote the same shard, or there is no space left. Committed shards are
+                kept.
         """
         samples = list(samples)
         planned = self.manifest.shard_samples[shard]
         if len(samples) != planned:
             raise CacheError(f"shard {shard:06d}: {len(samples)} samples given, the manifest plans {planned}")
-        samples = [storable(sample, self.manifest.target_layer_ids, self.manifest.hidden_size) for sample in samples]
-        seen = set()
-        for sample in samples:
-            if sample.sample_id in seen:
-                raise SampleError(sample.sample_id, f"its id occurs twice in shard {shard:06d}")
-            seen.add(sample.sample_id)
         if self.is_committed(shard):
             raise CacheError(f"shard {shard:06d} of {self.store.location} is already committed")
+        stored, quarantined = self._sorted_out(samples)
+        if quarantined:
+            self.check_quarantined(quarantined)
         self.sweep(shard)
-        columns = _flatten(samples)
+        columns = _flatten(stored) if stored else {}
         needed = sum(column.nbytes for column in columns.values())
         with self.store.prepared(shard_name(shard), f"{self._producer['rank']}-{os.getpid()}", needed) as folder:
             write_arrays(
@@ -115,18 +165,36 @@ class CacheWriter:
                 feature_attributes={"feature_dtype": self.manifest.feature_dtype},
             )
             objects = _digests(folder)
-            if objects.keys() != OBJECTS:
+            if objects.keys() != objects_of(columns):
                 raise self.store.contested(shard_name(shard))
             marker = ShardMarker(
+                identity_sha256=self.manifest.identity_sha256,
                 shard=shard,
-                rows=len(columns[FEATURES]),
-                samples=len(samples),
+                rows=sum(len(sample.input_ids) for sample in stored),
+                samples=len(stored),
+                quarantined=tuple(quarantined),
                 objects=objects,
                 producer=self._producer,
-                code_version=self.manifest.code_version,
             )
             self.store.commit(folder, shard_name(shard), marker.dump())
+        self._committed[shard] = marker
         return marker
+
+    def _sorted_out(self, samples: list[Sample | Quarantined]) -> tuple[list[Sample], list[Quarantined]]:
+        stored: dict[str, Sample] = {}
+        quarantined = []
+        for sample in samples:
+            if isinstance(sample, Quarantined):
+                quarantined.append(sample)
+                continue
+            try:
+                part = storable(sample, self.manifest.target_layer_ids, self.manifest.hidden_size)
+                if part.sample_id in stored:
+                    raise SampleError(part.sample_id, "another sample of its shard has the same id")
+                stored[part.sample_id] = part
+            except SampleError as error:
+                quarantined.append(Quarantined(error.sample_id, error.reason))
+        return list(stored.values()), quarantined
 
 
 def _digests(folder: Path) -> dict[str, StoredObject]:
