@@ -1,9 +1,11 @@
 """Capture: run the target once over the prepared texts and store its context features.
 
-Shards and batches are planned from the data set alone. Each process takes every n-th shard, so that any number of
-processes, in any number of runs, writes the same cache; they never talk to each other.
+Shards and batches are planned from the data set alone. Each of n writers takes every n-th shard, so that any number of
+them, in any number of runs, writes the same cache; they never talk to each other. A writer is one process, or the
+leader of a group of processes that hold one large target together.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -16,6 +18,7 @@ from dflash_lightning import __version__
 from dflash_lightning.cache import (
     BackgroundWriter,
     CacheManifest,
+    CacheWriter,
     ObjectStoreSettings,
     Quarantined,
     Sample,
@@ -23,12 +26,12 @@ from dflash_lightning.cache import (
     open_store,
 )
 from dflash_lightning.config import DrafterSettings
-from dflash_lightning.distributed import launched_place
+from dflash_lightning.distributed import form_groups, launched_place, leaders_value
 from dflash_lightning.errors import ConfigError, DataError
 from dflash_lightning.features import compute_features
 from dflash_lightning.prepared import PreparedSample, load_data
 from dflash_lightning.progress import say, track
-from dflash_lightning.target import load_target, target_identity, target_text_config
+from dflash_lightning.target import Placement, load_first_layers, target_identity, target_text_config
 
 # Quarantined samples that are shown at the end.
 MAX_SHOWN = 10
@@ -87,9 +90,7 @@ def capture_samples(
             tokens = len(samples[i].input_ids)
             input_ids[row, :tokens] = torch.tensor(samples[i].input_ids)
             attention_mask[row, :tokens] = 1
-        features = compute_features(
-            target, input_ids.to(target.device), attention_mask.to(target.device), layer_ids
-        ).to("cpu", torch.bfloat16)
+        features = compute_features(target, input_ids, attention_mask, layer_ids).to("cpu", torch.bfloat16)
         for row, i in enumerate(batch):
             sample = samples[i]
             yield (
@@ -121,6 +122,9 @@ def capture(
     num_tapped_layers: int = 5,
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     device: str = "auto",
+    tensor_parallel_size: int = 1,
+    device_map: Literal["auto"] | None = None,
+    max_memory: dict[int | str, str] | None = None,
     batch_tokens: int = 4096,
     shard_tokens: int = 32768,
     num_threads: int = 1,
@@ -140,7 +144,10 @@ def capture(
         target_layer_ids: layers to tap, 0-based. Default: spread evenly over the target.
         num_tapped_layers: how many layers to tap when target_layer_ids is left out.
         dtype: what the target computes in. Features are stored as bfloat16.
-        device: where the target runs; auto takes this process's GPU if there is one.
+        device: where the target runs: cpu, cuda:N, or auto, which takes this process's GPU if there is one.
+        tensor_parallel_size: processes under torchrun that hold one target together, each a slice of every layer.
+        device_map: auto spreads the target's layers over all GPUs of this process, then its memory, then the disk.
+        max_memory: what device_map may use, by device: {0: 70GiB, cpu: 100GiB}.
         batch_tokens: tokens of a forward, padding included.
         shard_tokens: tokens of a shard, the unit that is redone after an interruption.
         num_threads: CPU threads of each process, whatever its launcher allows. The last bits of the features depend on
@@ -159,9 +166,12 @@ def capture(
     if not 0 <= max_quarantined <= 1:
         raise ConfigError(f"max_quarantined is {max_quarantined}; expected a share from 0 to 1.")
     torch.set_num_threads(num_threads)
+    placement = Placement(device, tensor_parallel_size, device_map, max_memory)
     place = launched_place()
     identity = target_identity(target)
     text_config = target_text_config(target)
+    placement.check(target, text_config, place.local_rank)
+    group = form_groups(place, tensor_parallel_size)
     layer_ids = DrafterSettings(
         num_layers=1,
         target_layer_ids=target_layer_ids,
@@ -177,8 +187,6 @@ def capture(
     if not samples:
         raise DataError(f"{data} holds no sample; prepare some prompts first.")
     shards = plan_shards(samples, shard_tokens)
-    if device == "auto":
-        device = f"cuda:{place.local_rank}" if torch.cuda.is_available() else "cpu"
     manifest = CacheManifest(
         target=identity,
         target_layer_ids=layer_ids,
@@ -186,7 +194,8 @@ def capture(
         generation=info.generation,
         capture={
             "dtype": dtype,
-            "device": torch.device(device).type,
+            "device": placement.device_kind(place.local_rank),
+            "tensor_parallel_size": tensor_parallel_size,
             "num_threads": num_threads,
             "batch_tokens": batch_tokens,
             "shard_tokens": shard_tokens,
@@ -201,28 +210,43 @@ def capture(
         shard_samples=tuple(map(len, shards)),
     )
     writer = create_or_join(open_store(cache, object_store), manifest, rank=place.rank, max_quarantined=max_quarantined)
-    mine = [i for i in range(place.rank, len(shards), place.world_size) if not writer.is_committed(i)]
+    mine = leaders_value([i for i in range(group.number, len(shards), group.count) if not writer.is_committed(i)])
+    name = f"writer {group.number + 1} of {group.count}"
     if mine:
-        model = load_target(target, dtype=getattr(torch, dtype), device=device)
-        process = f"capture, process {place.rank + 1} of {place.world_size}"
-        total = sum(len(shards[i]) for i in mine)
-        with track(total, process, "tokens") as progress, BackgroundWriter(writer) as background:
-            for shard in mine:
-                members = [samples[k] for k in shards[shard]]
-                finished: dict[int, Sample | Quarantined] = {}
-                for index, sample in capture_samples(model, members, layer_ids, batch_tokens):
-                    finished[index] = sample
-                    progress.advance(1, done=len(members[index].input_ids))
-                    background.check()
-                background.write_shard(shard, [finished[i] for i in range(len(members))])
-    writer.check_quarantined()
-    committed = sum(writer.is_committed(i) for i in range(len(shards)))
+        model = load_first_layers(
+            target,
+            max(layer_ids) + 1,
+            dtype=getattr(torch, dtype),
+            placement=placement,
+            local_rank=place.local_rank,
+        )
+        computed = (
+            capture_samples(model, [samples[k] for k in shards[shard]], layer_ids, batch_tokens) for shard in mine
+        )
+        if group.leads:
+            total = sum(len(shards[shard]) for shard in mine)
+            with track(total, f"capture, {name}", "tokens") as progress, BackgroundWriter(writer) as background:
+                for shard, shard_samples in zip(mine, computed, strict=True):
+                    finished: dict[int, Sample | Quarantined] = {}
+                    for index, sample in shard_samples:
+                        finished[index] = sample
+                        progress.advance(1, done=len(samples[shards[shard][index]].input_ids))
+                        background.check()
+                    background.write_shard(shard, [finished[i] for i in range(len(shards[shard]))])
+        else:  # its slices are needed; the features that come out are the same in every process of the group
+            for shard_samples in computed:
+                deque(shard_samples, maxlen=0)
+    if group.leads:
+        writer.check_quarantined()
+        _report(writer, f"{cache}: {name} is done, {len(mine)} shards written now")
+
+
+def _report(writer: CacheWriter, done: str) -> None:
+    num_shards = len(writer.manifest.shard_samples)
+    committed = sum(writer.is_committed(i) for i in range(num_shards))
     quarantined = writer.quarantined()
-    say(
-        f"{cache}: process {place.rank + 1} of {place.world_size} is done, {len(mine)} shards written now; "
-        f"{committed} of {len(shards)} shards are committed, {len(quarantined)} samples quarantined"
-    )
+    say(f"{done}; {committed} of {num_shards} shards are committed, {len(quarantined)} samples quarantined")
     for sample in quarantined[:MAX_SHOWN]:
         say(f"  {sample}")
     if len(quarantined) > MAX_SHOWN:
-        say(f"  and {len(quarantined) - MAX_SHOWN:,} more: dflash-lightning cache info {cache}")
+        say(f"  and {len(quarantined) - MAX_SHOWN:,} more: dflash-lightning cache info {writer.store.location}")

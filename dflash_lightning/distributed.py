@@ -1,9 +1,18 @@
-"""Which of several processes this one is, as its launcher (torchrun, srun) says."""
+"""Which of several processes this one is, as its launcher (torchrun, srun) says, and groups that share a target."""
 
 import os
-from typing import NamedTuple
+from datetime import timedelta
+from typing import NamedTuple, TypeVar
 
+import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from torch import distributed
+
+from dflash_lightning.errors import ConfigError
+
+T = TypeVar("T")
+# The members of a group wait for each other while a large target is read from a slow disk.
+TIMEOUT = timedelta(hours=2)
 
 
 class Place(NamedTuple):
@@ -12,6 +21,20 @@ class Place(NamedTuple):
     rank: int
     world_size: int
     local_rank: int
+
+
+class Group(NamedTuple):
+    """The processes that hold one target together; the leader is the one of them that writes.
+
+    Attributes:
+        number: of this group among all.
+        count: how many groups there are.
+        leads: whether this process is the leader.
+    """
+
+    number: int
+    count: int
+    leads: bool
 
 
 def launched_place() -> Place:
@@ -27,3 +50,42 @@ def launched_place() -> Place:
     if tasks > 1:
         return Place(int(os.environ["SLURM_PROCID"]), tasks, int(os.environ["SLURM_LOCALID"]))
     return Place(0, 1, 0)
+
+
+def form_groups(place: Place, size: int) -> Group:
+    """Make `size` processes of neighbouring ranks a torch.distributed world of their own; return this process's.
+
+    Each group is a whole world, not a subgroup, so that what a group does (load, compute, end) never waits for another
+    one. A process alone is a group without torch.distributed.
+
+    Raises:
+        ConfigError: the processes can't be divided into groups of that size.
+    """
+    if size > 1:
+        if not TorchElasticEnvironment.detect() or place.world_size % size:
+            raise ConfigError(
+                f"{size} processes are to hold a target together, but this is process {place.rank + 1} of "
+                f"{place.world_size}. Start a multiple of {size} processes with torchrun."
+            )
+        store, _, _ = next(distributed.rendezvous("env://"))
+        gpu = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else None
+        if gpu:
+            torch.cuda.set_device(gpu)
+        distributed.init_process_group(
+            "nccl" if gpu else "gloo",
+            store=distributed.PrefixStore(f"target {place.rank // size}", store),
+            rank=place.rank % size,
+            world_size=size,
+            timeout=TIMEOUT,
+            device_id=gpu,
+        )
+    return Group(place.rank // size, place.world_size // size, place.rank % size == 0)
+
+
+def leaders_value(value: T) -> T:
+    """The group leader's `value`, in every member."""
+    if not distributed.is_initialized():
+        return value
+    box = [value]
+    distributed.broadcast_object_list(box, src=0)
+    return box[0]

@@ -11,6 +11,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from dflash_lightning.decoding import greedy_decode
+from dflash_lightning.devices import resolve_device
 from dflash_lightning.durable import write_whole
 from dflash_lightning.evaluation import Prompt, PromptResult, evaluate_prompt, load_prompts, summarize
 from dflash_lightning.export import check_fits_target, load_drafter
@@ -26,11 +27,6 @@ from dflash_lightning.target import (
 Dtype = Literal["bfloat16", "float32"]
 # Prompts on which the other dtype's plain speed is tried.
 PROBE_PROMPTS = 2
-
-
-def resolve_device(device: str) -> str:
-    """``auto`` is the first GPU, or the CPU without one."""
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 def decode_prompts(
@@ -81,19 +77,19 @@ def evaluate(
     if json is not None:  # found out now, not after hours of decoding
         json.parent.mkdir(parents=True, exist_ok=True)
         json.open("a").close()
-    device = resolve_device(device)
+    where = resolve_device(device)
     tokenizer = load_tokenizer(target)
     chosen = load_prompts(prompts, tokenizer, limit=limit, thinking=thinking)
     limits = {
         "max_new_tokens": max_new_tokens,
         "stop_ids": stop_token_ids(load_generation_config(target), tokenizer),
     }
-    draft_model = load_drafter(drafter, dtype=getattr(torch, dtype), device=device)
+    draft_model = load_drafter(drafter, dtype=getattr(torch, dtype), device=where)
     check_fits_target(draft_model.config, target_text_config(target))
     # The other dtype first and alone, so that two targets never share the memory.
     other = torch.float32 if dtype == "bfloat16" else torch.bfloat16
-    probe = plain_speed(load_target(target, dtype=other, device=device), chosen[:PROBE_PROMPTS], limits)
-    model = load_target(target, dtype=getattr(torch, dtype), device=device)
+    probe = plain_speed(load_target(target, dtype=other, device=where), chosen[:PROBE_PROMPTS], limits)
+    model = load_target(target, dtype=getattr(torch, dtype), device=where)
 
     results = decode_prompts(model, draft_model, chosen, limits)
     report = summarize(results, draft_model.config.block_size, baseline_tokens_per_second=probe)

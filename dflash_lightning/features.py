@@ -47,8 +47,8 @@ class FeatureTap:
             handle.remove()
 
     def features(self) -> Tensor:
-        """Features [R, S, K*H] of the last forward."""
-        return torch.cat(self._outputs, dim=-1)
+        """Features [R, S, K*H] of the last forward, on one device even if the layers lie on several."""
+        return torch.cat([output.to(self._outputs[0].device) for output in self._outputs], dim=-1)
 
 
 class _EnoughLayers(Exception):
@@ -65,7 +65,8 @@ def compute_features(
     whatever the target makes of padding; the caller cuts each row to its length.
 
     Args:
-        input_ids: [R, S], padded on the right.
+        target: a whole model, or its first layers; placed anyhow.
+        input_ids: [R, S], padded on the right; on any device.
         attention_mask: [R, S] 1 on tokens, 0 on padding.
         layer_ids: 0-based decoder layers.
     """
@@ -73,6 +74,9 @@ def compute_features(
     def stop(*_: object) -> None:
         raise _EnoughLayers
 
+    # Weights that lie on disk have the device "meta"; accelerate moves the inputs of such a target itself.
+    if target.device.type != "meta":
+        input_ids, attention_mask = input_ids.to(target.device), attention_mask.to(target.device)
     with FeatureTap(target, layer_ids) as tap:
         last = decoder_layers(target)[max(layer_ids)].register_forward_hook(stop)
         try:

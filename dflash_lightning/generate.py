@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.text import Text
 
 from dflash_lightning.decoding import greedy_decode, speculative_decode
-from dflash_lightning.evaluate import Dtype, resolve_device, show_number
+from dflash_lightning.devices import resolve_device
+from dflash_lightning.evaluate import Dtype, show_number
 from dflash_lightning.evaluation import pooled_tau
 from dflash_lightning.export import check_fits_target, load_drafter
 from dflash_lightning.prompts import PromptRow, prompt_token_ids
@@ -39,10 +40,10 @@ def generate(
         device: where both run; auto takes a GPU if there is one.
         thinking: the chat template's thinking switch.
     """
-    device = resolve_device(device)
+    where = resolve_device(device)
     tokenizer = load_tokenizer(target)
-    model = load_target(target, dtype=getattr(torch, dtype), device=device)
-    draft_model = load_drafter(drafter, dtype=getattr(torch, dtype), device=device)
+    model = load_target(target, dtype=getattr(torch, dtype), device=where)
+    draft_model = load_drafter(drafter, dtype=getattr(torch, dtype), device=where)
     check_fits_target(draft_model.config, model.config.get_text_config())
     row = PromptRow("prompt", [{"role": "user", "content": prompt}], bare=True, response=None, finish_reason="stop")
     token_ids = prompt_token_ids(row, tokenizer, thinking)

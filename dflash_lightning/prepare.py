@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from dflash_lightning.devices import resolve_device
 from dflash_lightning.errors import ConfigError, DataError, TargetError
 from dflash_lightning.greedy import GreedyAnswer, greedy_answers
 from dflash_lightning.journal import Journal
@@ -68,7 +69,7 @@ class _Stage:
     context: int
     generation: dict[str, Any]
     batch_size: int
-    device: str
+    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ def prepare(
     for setting, value, least in (("max_new_tokens", max_new_tokens, MIN_ANSWER_TOKENS), ("batch_size", batch_size, 1)):
         if value < least:
             raise ConfigError(f"{setting} is {value}; expected {least} or more.")
+    where = resolve_device(device)
     output = Path(output)
     if output.exists() and not output.is_dir():
         raise ConfigError(f"output is {output}, which is a file; expected a folder, or a name that is free.")
@@ -146,7 +148,7 @@ def prepare(
         "decoding": "greedy",
         "dtype": dtype,
     }
-    stage = _Stage(target, tokenizer, stop_ids, context, generation, batch_size, device)
+    stage = _Stage(target, tokenizer, stop_ids, context, generation, batch_size, where)
     questions = [_question(row, stage) for row in rows]
     identity = target_identity(target)
     work = {"target": asdict(identity), "generation": generation, "input": _input_record(rows)}
@@ -163,6 +165,12 @@ def prepare(
             before = sum(len(entry["answers"]) for entry in journal.entries)
             answers = _answer(questions, journal, stage)
             samples, skipped = _samples(questions, answers, stage)
+            if not samples:
+                journal.path.unlink()
+                raise DataError(
+                    f"{input}: all {len(skipped)} rows are skipped, the first one ({skipped[0]['id']}) because "
+                    f"{skipped[0]['reason']}. Give other prompts, or change the limit."
+                )
             sha256, counts = dataset_sha256(samples), _counts(samples, len(skipped))
             info = DataInfo(identity, generation, work["input"], sha256, counts)
             write_data(output, info, samples, skipped)
@@ -231,10 +239,7 @@ def _answer(questions: list[_Question], journal: Journal, stage: _Stage) -> dict
     missing = [batch for batch in batches if batch[0].row.id not in answers]
     if not missing:
         return answers
-    device = stage.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_target(stage.target, dtype=getattr(torch, stage.generation["dtype"]), device=device)
+    model = load_target(stage.target, dtype=getattr(torch, stage.generation["dtype"]), device=stage.device)
     limits = {"stop_ids": stage.stop_ids, "max_new_tokens": stage.generation["max_new_tokens"]}
     with track(sum(len(batch) for batch in missing), "Answers", "tokens") as progress:
         for batch in missing:

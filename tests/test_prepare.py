@@ -179,6 +179,16 @@ def test_too_long_prompts_and_too_short_answers_are_skipped_with_a_reason(llama_
     assert (info.counts["samples"], info.counts["skipped"]) == (1, 2)
 
 
+def test_rows_that_are_all_skipped_are_an_error_and_leave_nothing_behind(llama_folder, tmp_path):
+    path = write_rows(tmp_path / "in.jsonl", [{"id": "a", "prompt": "x" * 90}, {"id": "b", "prompt": "y" * 91}])
+    with pytest.raises(
+        DataError, match=r"in\.jsonl: all 2 rows are skipped, the first one \(a\) because the prompt has"
+    ):
+        prepare(str(llama_folder), path, tmp_path / "data", max_prompt_tokens=60, **SETTINGS)
+    assert list((tmp_path / "data").iterdir()) == []
+    prepare(str(llama_folder), path, tmp_path / "data", max_prompt_tokens=110, **SETTINGS)
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [

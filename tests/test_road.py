@@ -283,6 +283,8 @@ def test_bad_settings_are_one_clear_message(llama_folder, tmp_path):
     capture = capture_arguments(tmp_path, llama_folder, tmp_path / "c")
     with pytest.raises(ConfigError, match="batch_tokens is 0"):
         run([*capture, "--batch-tokens", "0"])
+    with pytest.raises(ConfigError, match="num_threads is 0"):
+        run([*capture, "--num-threads", "0"])
     with pytest.raises(ConfigError, match="last layer"):
         run([*capture, "--target-layer-ids", "[1, 5]"])
     with pytest.raises(TargetError):

@@ -6,16 +6,20 @@ A target is named by a folder, a model name on the Hugging Face hub, or the path
 from dflash_lightning.target.convert import convert_gguf
 from dflash_lightning.target.identity import target_identity
 from dflash_lightning.target.loading import (
+    load_first_layers,
     load_generation_config,
     load_target,
     load_tokenizer,
     target_text_config,
 )
+from dflash_lightning.target.placement import Placement
 from dflash_lightning.target.special_tokens import resolve_mask_token_id, stop_token_ids
 from dflash_lightning.target.tables import load_tables
 
 __all__ = [
+    "Placement",
     "convert_gguf",
+    "load_first_layers",
     "load_generation_config",
     "load_tables",
     "load_target",

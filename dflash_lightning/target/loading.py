@@ -1,8 +1,11 @@
 """Load a frozen target, or only its tokenizer or its configuration."""
 
+from typing import Any
+
 import torch
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -14,6 +17,7 @@ from transformers import (
 
 from dflash_lightning.errors import TargetError
 from dflash_lightning.target.files import TargetFiles, find_target, loading
+from dflash_lightning.target.placement import Placement
 
 ARCHITECTURE_FACTS = (
     "hidden_size",
@@ -42,18 +46,53 @@ def load_target(name: str, *, dtype: torch.dtype, device: torch.device | str = "
     Raises:
         TargetError: The files are missing, or their architecture isn't supported.
     """
+    return _load(AutoModelForCausalLM, find_target(name), dtype=dtype, device_map={"": device})
+
+
+def load_first_layers(
+    name: str, num_layers: int, *, dtype: torch.dtype, placement: Placement, local_rank: int = 0
+) -> PreTrainedModel:
+    """Load the part of a target that computes its first `num_layers` decoder layers, as `load_target` loads all of it.
+
+    The weights of later layers and of the LM head are neither kept in memory nor, in a transformers folder, read.
+
+    Args:
+        name: As in `load_target`.
+        num_layers: How many decoder layers.
+        dtype: Data type of the weights.
+        placement: Where they go. `Placement.check` has passed, and processes that share a target have formed groups.
+        local_rank: Number of this process on its node.
+
+    Raises:
+        TargetError: As `load_target`.
+        ConfigError: There is no such device.
+    """
     files = find_target(name)
-    unpacked = {} if files.gguf is None else {"quantization_config": GgufConfig(dequantize=True)}
+    config = config_of(files)
+    config.get_text_config().num_hidden_layers = num_layers
+    return _load(AutoModel, files, dtype=dtype, config=config, **placement.arguments(local_rank))
+
+
+def _load(auto_class: type[AutoModel | AutoModelForCausalLM], files: TargetFiles, **arguments: Any) -> PreTrainedModel:
+    if files.gguf is not None:
+        arguments["quantization_config"] = GgufConfig(dequantize=True)
     with loading("weights", files):
-        model = AutoModelForCausalLM.from_pretrained(
-            **files.pretrained, dtype=dtype, attn_implementation="sdpa", **unpacked
+        model, info = auto_class.from_pretrained(
+            **files.pretrained, attn_implementation="sdpa", output_loading_info=True, **arguments
+        )
+    if info["missing_keys"]:
+        raise TargetError(
+            f"Target {files.name!r}: {len(info['missing_keys'])} weights are missing, such as "
+            f"{min(info['missing_keys'])}. Expected every weight of a {model.config.model_type} model; fetch the "
+            "target again."
         )
     if type(model.get_input_embeddings()) is not torch.nn.Embedding:
         raise TargetError(
-            f"target {name!r} has {type(model.get_input_embeddings()).__name__} for embeddings, which does more than "
-            "look up rows (it scales them, for example). A drafter is trained on the plain rows; choose another target."
+            f"target {files.name!r} has {type(model.get_input_embeddings()).__name__} for embeddings, which does more "
+            "than look up rows (it scales them, for example). A drafter is trained on the plain rows; choose another "
+            "target."
         )
-    return model.eval().requires_grad_(False).to(device)
+    return model.eval().requires_grad_(False)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

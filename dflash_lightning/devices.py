@@ -1,0 +1,25 @@
+"""From the name of a device, as a user gives it, to a device that this process has."""
+
+import torch
+
+from dflash_lightning.errors import ConfigError
+
+
+def resolve_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device called `name`; `auto` is the GPU of this process, or the CPU on a machine without GPUs.
+
+    Args:
+        name: auto, cpu, cuda or cuda:N.
+        local_rank: number of this process on its node; each takes its own GPU.
+
+    Raises:
+        ConfigError: There is no such kind of device, or not so many of them.
+    """
+    gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    if name == "auto":
+        name = f"cuda:{local_rank}" if gpus else "cpu"
+    if name not in ("cpu", *gpus) and not (name == "cuda" and gpus):
+        raise ConfigError(
+            f"device is {name!r}; expected auto or one that this machine has: {', '.join(['cpu', *gpus])}."
+        )
+    return torch.device(name)

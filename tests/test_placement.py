@@ -1,0 +1,166 @@
+"""A target that is split over processes, or over memory and disk, gives the features of the whole one."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dflash_lightning.cache import FeatureCache, verify
+from dflash_lightning.capture import capture
+from dflash_lightning.cli import run
+from dflash_lightning.distributed import form_groups, launched_place
+from dflash_lightning.errors import ConfigError, TargetError
+from dflash_lightning.features import compute_features
+from dflash_lightning.prepared import DataInfo, PreparedSample, dataset_sha256, write_data
+from dflash_lightning.target import Placement, load_first_layers, load_target, target_identity, target_text_config
+
+LAYERS = [3, 1]
+SETTINGS = {"target_layer_ids": LAYERS, "dtype": "float32", "batch_tokens": 64, "shard_tokens": 100}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Makes a data folder of random texts for a target."""
+
+    def make(target):
+        generator = torch.Generator().manual_seed(0)
+        samples = [
+            PreparedSample(
+                id=f"p{number}",
+                question={"prompt": "?"},
+                response="!",
+                finish_reason="stop",
+                source="given",
+                input_ids=torch.randint(4, 260, (8 + 3 * number,), generator=generator).tolist(),
+                response_start=4,
+                extra={},
+            )
+            for number in range(12)
+        ]
+        folder = tmp_path_factory.mktemp("data")
+        write_data(folder, DataInfo(target_identity(str(target)), {}, {}, dataset_sha256(samples), {}), samples, [])
+        return folder
+
+    return make
+
+
+def features(cache) -> list[torch.Tensor]:
+    assert verify(cache) == []
+    read = FeatureCache(cache)
+    assert read.complete
+    return [read.read(index).features for index in range(len(read))]
+
+
+def padded_batch():
+    ids = torch.randint(4, 260, (3, 17), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_layers_alone_give_the_features_of_the_whole_target(target_folder, dtype):
+    whole = load_target(str(target_folder), dtype=dtype)
+    part = load_first_layers(str(target_folder), 4, dtype=dtype, placement=Placement("cpu"))
+    assert torch.equal(
+        compute_features(part, *padded_batch(), LAYERS), compute_features(whole, *padded_batch(), LAYERS)
+    )
+    names = {name for name, _ in part.named_parameters()}
+    assert not [name for name in names if name.startswith(("layers.4", "layers.5", "lm_head"))]
+    assert names < {name.removeprefix("model.") for name, _ in whole.named_parameters()}
+    assert all(not p.requires_grad and p.dtype == dtype for p in part.parameters())
+
+
+def test_a_target_with_a_missing_weight_is_refused(llama_folder, tmp_path):
+    for file in llama_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.2.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TargetError, match=r"1 weights are missing, such as model\.layers\.2\.mlp\.up_proj"):
+        load_target(str(tmp_path), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("memory", ["1KB", "60KB", "110KB"])
+def test_a_device_map_leaves_layers_on_disk_and_changes_no_bit(target_folder, tmp_path, data, memory):
+    placement = Placement(device_map="auto", max_memory={"cpu": memory})
+    part = load_first_layers(str(target_folder), 4, dtype=torch.float32, placement=placement)
+    assert "disk" in part.hf_device_map.values()
+    assert any(parameter.device.type == "meta" for parameter in part.parameters())
+    folder = data(target_folder)
+    capture(str(target_folder), folder, tmp_path / "plain", **SETTINGS)
+    capture(
+        str(target_folder), folder, tmp_path / "split", device_map="auto", max_memory=placement.max_memory, **SETTINGS
+    )
+    for plain, split in zip(features(tmp_path / "plain"), features(tmp_path / "split"), strict=True):
+        assert torch.equal(plain, split)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "processes"), [("llama", 2), ("qwen3", 4)])
+def test_two_processes_hold_one_target_and_one_of_them_writes(request, tmp_path, data, family, processes):
+    target = request.getfixturevalue(f"{family}_folder")
+    folder = data(target)
+    capture(str(target), folder, tmp_path / "alone", **SETTINGS)
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)),
+        *("-m", "dflash_lightning", "capture", "--target", str(target), "--data", str(folder)),
+        *("--cache", str(tmp_path / "shared"), "--tensor-parallel-size", "2", "--num-threads", "1"),
+        *(f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()),
+    ]
+    found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    groups = processes // 2
+    assert found.stdout.count("is done") == groups
+    assert f"writer {groups} of {groups} is done" in found.stdout
+    # Sums are made in another order: float32 differs in its last bits, so that bfloat16 may round to the neighbour.
+    for alone, shared in zip(features(tmp_path / "alone"), features(tmp_path / "shared"), strict=True):
+        torch.testing.assert_close(shared.float(), alone.float(), rtol=2**-7, atol=1e-4)
+        assert (shared == alone).float().mean() > 0.99
+
+
+def test_settings_that_contradict_each_other_are_refused():
+    with pytest.raises(ConfigError, match="tensor_parallel_size and device_map each say"):
+        Placement(tensor_parallel_size=2, device_map="auto")
+    with pytest.raises(ConfigError, match="device and device_map each say"):
+        Placement("cpu", device_map="auto")
+    with pytest.raises(ConfigError, match="max_memory limits a device map"):
+        Placement(max_memory={"cpu": "1GB"})
+    with pytest.raises(ConfigError, match="max_memory of cpu is 'plenty'; expected a size"):
+        Placement(device_map="auto", max_memory={"cpu": "plenty"})
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 0"):
+        Placement(tensor_parallel_size=0)
+    with pytest.raises(ConfigError, match="Start a multiple of 2 processes with torchrun"):
+        form_groups(launched_place(), 2)
+
+
+def check(target, placement, local_rank=0):
+    placement.check(str(target), target_text_config(str(target)), local_rank)
+
+
+def test_a_target_that_cannot_be_placed_so_is_refused(llama_folder, monkeypatch):
+    check(llama_folder, Placement(tensor_parallel_size=2))
+    with pytest.raises(ConfigError, match=r"4 attention heads and 2 key-value heads\. Expected a size that divides"):
+        check(llama_folder, Placement(tensor_parallel_size=4))
+    with pytest.raises(ConfigError, match="one process a node"):
+        check(llama_folder, Placement(device_map="auto"), local_rank=1)
+    with pytest.raises(TargetError, match="Save it as a transformers folder first"):
+        Placement(device_map="auto").check("some.gguf", target_text_config(str(llama_folder)), 0)
+    monkeypatch.setattr("transformers.LlamaConfig.base_model_tp_plan", None)
+    with pytest.raises(TargetError, match="no tensor parallel plan for model type 'llama'"):
+        check(llama_folder, Placement(tensor_parallel_size=2))
+
+
+@pytest.mark.parametrize("device", ["foo", "cuda:99", "meta", "cpu:1"])
+@pytest.mark.parametrize("command", ["capture", "prepare", "evaluate", "generate"])
+def test_an_unknown_device_is_one_message(llama_folder, tmp_path, data, command, device):
+    needed = {
+        "capture": ["--data", str(data(llama_folder)), "--cache", str(tmp_path / "cache")],
+        "prepare": ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out")],
+        "evaluate": ["--drafter", str(tmp_path), "--prompts", "x"],
+        "generate": ["--drafter", str(tmp_path), "--prompt", "x"],
+    }
+    with pytest.raises(ConfigError, match=f"device is '{device}'; expected auto or one that this machine has: cpu"):
+        run([command, "--target", str(llama_folder), "--device", device, *needed[command]])
+    assert not (tmp_path / "cache").exists()
