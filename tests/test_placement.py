@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from dflash_lightning.cache import FeatureCache, verify
 from dflash_lightning.capture import capture
 from dflash_lightning.cli import run
+from dflash_lightning.devices import resolve_device
 from dflash_lightning.distributed import form_groups, launched_place
 from dflash_lightning.errors import ConfigError, TargetError
 from dflash_lightning.features import compute_features
@@ -152,15 +153,29 @@ def test_a_target_that_cannot_be_placed_so_is_refused(llama_folder, monkeypatch)
         check(llama_folder, Placement(tensor_parallel_size=2))
 
 
-@pytest.mark.parametrize("device", ["foo", "cuda:99", "meta", "cpu:1"])
 @pytest.mark.parametrize("command", ["capture", "prepare", "evaluate", "generate"])
-def test_an_unknown_device_is_one_message(llama_folder, tmp_path, data, command, device):
+def test_an_unknown_device_is_one_message(llama_folder, tmp_path, data, command):
     needed = {
-        "capture": ["--data", str(data(llama_folder)), "--cache", str(tmp_path / "cache")],
+        "capture": ["--data", str(data(llama_folder)), "--cache", str(tmp_path / "cache"), "--num-tapped-layers", "2"],
         "prepare": ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out")],
         "evaluate": ["--drafter", str(tmp_path), "--prompts", "x"],
         "generate": ["--drafter", str(tmp_path), "--prompt", "x"],
     }
-    with pytest.raises(ConfigError, match=f"device is '{device}'; expected auto or one that this machine has: cpu"):
-        run([command, "--target", str(llama_folder), "--device", device, *needed[command]])
-    assert not (tmp_path / "cache").exists()
+    with pytest.raises(ConfigError, match="device is 'foo'; expected auto or one that this machine has: cpu"):
+        run([command, "--target", str(llama_folder), "--device", "foo", *needed[command]])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("device", ["", "meta", "cpu:1", "cuda:99"])
+def test_what_no_machine_has_is_refused(device):
+    with pytest.raises(ConfigError, match=f"device is '{device}'"):
+        resolve_device(device)
+
+
+def test_gpus_are_named_and_shared_out_by_local_rank(monkeypatch):
+    assert resolve_device("auto", local_rank=1) == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("auto", local_rank=1) == torch.device("cuda", 1)
+    assert [resolve_device(name).type for name in ("cpu", "cuda", "cuda:1")] == ["cpu", "cuda", "cuda"]
+    with pytest.raises(ConfigError, match="this machine has: cpu, cuda:0, cuda:1"):
+        resolve_device("auto", local_rank=2)
