@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from capture_helpers import random_texts, write_texts
 from safetensors.torch import load_file, save_file
 
 from dflash_lightning.cache import FeatureCache, verify
@@ -14,37 +15,10 @@ from dflash_lightning.devices import resolve_device
 from dflash_lightning.distributed import form_groups, launched_place
 from dflash_lightning.errors import ConfigError, TargetError
 from dflash_lightning.features import compute_features
-from dflash_lightning.prepared import DataInfo, PreparedSample, dataset_sha256, write_data
-from dflash_lightning.target import Placement, load_first_layers, load_target, target_identity, target_text_config
+from dflash_lightning.target import Placement, load_first_layers, load_target, target_text_config
 
 LAYERS = [3, 1]
 SETTINGS = {"target_layer_ids": LAYERS, "dtype": "float32", "batch_tokens": 64, "shard_tokens": 100}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Makes a data folder of random texts for a target."""
-
-    def make(target):
-        generator = torch.Generator().manual_seed(0)
-        samples = [
-            PreparedSample(
-                id=f"p{number}",
-                question={"prompt": "?"},
-                response="!",
-                finish_reason="stop",
-                source="given",
-                input_ids=torch.randint(4, 260, (8 + 3 * number,), generator=generator).tolist(),
-                response_start=4,
-                extra={},
-            )
-            for number in range(12)
-        ]
-        folder = tmp_path_factory.mktemp("data")
-        write_data(folder, DataInfo(target_identity(str(target)), {}, {}, dataset_sha256(samples), {}), samples, [])
-        return folder
-
-    return make
 
 
 def features(cache) -> list[torch.Tensor]:
@@ -85,12 +59,12 @@ def test_a_target_with_a_missing_weight_is_refused(llama_folder, tmp_path):
 
 
 @pytest.mark.parametrize("memory", ["1KB", "60KB", "110KB"])
-def test_a_device_map_leaves_layers_on_disk_and_changes_no_bit(target_folder, tmp_path, data, memory):
+def test_a_device_map_leaves_layers_on_disk_and_changes_no_bit(target_folder, tmp_path, memory):
     placement = Placement(device_map="auto", max_memory={"cpu": memory})
     part = load_first_layers(str(target_folder), 4, dtype=torch.float32, placement=placement)
     assert "disk" in part.hf_device_map.values()
     assert any(parameter.device.type == "meta" for parameter in part.parameters())
-    folder = data(target_folder)
+    folder = write_texts(tmp_path / "data", target_folder, random_texts(12))
     capture(str(target_folder), folder, tmp_path / "plain", **SETTINGS)
     capture(
         str(target_folder), folder, tmp_path / "split", device_map="auto", max_memory=placement.max_memory, **SETTINGS
@@ -101,9 +75,9 @@ def test_a_device_map_leaves_layers_on_disk_and_changes_no_bit(target_folder, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "processes"), [("llama", 2), ("qwen3", 4)])
-def test_two_processes_hold_one_target_and_one_of_them_writes(request, tmp_path, data, family, processes):
+def test_two_processes_hold_one_target_and_one_of_them_writes(request, tmp_path, family, processes):
     target = request.getfixturevalue(f"{family}_folder")
-    folder = data(target)
+    folder = write_texts(tmp_path / "data", target, random_texts(12))
     capture(str(target), folder, tmp_path / "alone", **SETTINGS)
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)),
@@ -154,9 +128,9 @@ def test_a_target_that_cannot_be_placed_so_is_refused(llama_folder, monkeypatch)
 
 
 @pytest.mark.parametrize("command", ["capture", "prepare", "evaluate", "generate"])
-def test_an_unknown_device_is_one_message(llama_folder, tmp_path, data, command):
+def test_an_unknown_device_is_one_message(llama_folder, tmp_path, command):
     needed = {
-        "capture": ["--data", str(data(llama_folder)), "--cache", str(tmp_path / "cache"), "--num-tapped-layers", "2"],
+        "capture": ["--data", str(tmp_path), "--cache", str(tmp_path / "cache"), "--num-tapped-layers", "2"],
         "prepare": ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out")],
         "evaluate": ["--drafter", str(tmp_path), "--prompts", "x"],
         "generate": ["--drafter", str(tmp_path), "--prompt", "x"],

@@ -54,7 +54,7 @@ class Placement:
                 ) from error
 
     def check(self, target: str, text_config: PreTrainedConfig, local_rank: int) -> None:
-        """Refuse a target that can't be placed so.
+        """Refuse a device that isn't there, and a target that can't be placed so.
 
         Args:
             target: name of the target.
@@ -62,9 +62,11 @@ class Placement:
             local_rank: number of this process on its node.
 
         Raises:
-            ConfigError: the target's heads can't be divided, or several processes of a node would map one target each.
+            ConfigError: there is no such device, the target's heads can't be divided, or several processes of a node
+                would each map a target.
             TargetError: transformers has no plan to slice this target, or a GGUF file would be read layer by layer.
         """
+        resolve_device(self.device, local_rank)
         size = self.tensor_parallel_size
         if size > 1:
             if not text_config.base_model_tp_plan:
