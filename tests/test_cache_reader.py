@@ -11,7 +11,16 @@ import torch
 from cache_helpers import HIDDEN, LAYERS, SHARD_SAMPLES, capture, make_manifest, make_sample, shard_samples
 from torch.utils.data import DataLoader, Dataset
 
-from dflash_lightning.cache import Fault, FeatureCache, TargetIdentity, create_or_join, reader, verify
+from dflash_lightning.cache import (
+    Fault,
+    FeatureCache,
+    TargetIdentity,
+    create_or_join,
+    open_store,
+    reader,
+    restore_manifest,
+    verify,
+)
 from dflash_lightning.cache.arrays import FILL_VALUES, objects_of
 from dflash_lightning.errors import CacheError
 
@@ -78,6 +87,32 @@ def test_a_damaged_marker_is_found(cache_folder, damage):
         FeatureCache(cache_folder)
     with pytest.raises(CacheError, match="shard 000002, object COMMITTED"):
         create_or_join(cache_folder, make_manifest()).is_committed(SHARD)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "manifest.copy.json"])
+@pytest.mark.parametrize("damage", [remove, truncate, empty, flip])
+def test_a_damaged_manifest_is_found_and_restored(cache_folder, damage, name):
+    sound = (cache_folder / name).read_bytes()
+    damage(cache_folder / name)
+    (fault,) = verify(cache_folder)
+    assert (fault.shard, fault.object) == (None, name)
+    assert str(fault).startswith(f"object {name}: ")
+    if name == "manifest.json":
+        with pytest.raises(CacheError, match=r"manifest\.json"):
+            FeatureCache(cache_folder)
+        with pytest.raises(CacheError, match=r"manifest\.json.*cache verify .* --repair"):
+            create_or_join(cache_folder, make_manifest())
+    restore_manifest(open_store(cache_folder))
+    assert (cache_folder / name).read_bytes() == sound
+    assert verify(cache_folder) == []
+
+
+def test_without_a_manifest_and_its_copy_nothing_can_be_judged(cache_folder):
+    flip(cache_folder / "manifest.json")
+    remove(cache_folder / "manifest.copy.json")
+    for attempt in (verify, lambda folder: restore_manifest(open_store(folder))):
+        with pytest.raises(CacheError, match=r"manifest\.json is damaged"):
+            attempt(cache_folder)
 
 
 def test_a_shard_in_another_shards_place_is_found(cache_folder):

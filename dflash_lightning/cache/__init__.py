@@ -14,7 +14,7 @@ from dflash_lightning.cache.object_store import ObjectStoreSettings
 from dflash_lightning.cache.reader import FeatureCache
 from dflash_lightning.cache.samples import Quarantined, Sample, count_anchor_candidates
 from dflash_lightning.cache.store import CacheStore
-from dflash_lightning.cache.verify import Fault, verify
+from dflash_lightning.cache.verify import Fault, restore_manifest, verify
 from dflash_lightning.cache.writer import CacheWriter, create_or_join
 
 __all__ = [
@@ -32,5 +32,6 @@ __all__ = [
     "create_or_join",
     "describe",
     "open_store",
+    "restore_manifest",
     "verify",
 ]

@@ -10,6 +10,8 @@ from dflash_lightning.cache.store import CacheStore
 from dflash_lightning.errors import CacheError
 
 MANIFEST = "manifest.json"
+# The same bytes once more: without a manifest a cache could neither be read nor repaired.
+MANIFEST_COPY = "manifest.copy.json"
 FORMAT_VERSION = 2
 FEATURE_DTYPE = "bfloat16"
 LAYER_CONVENTION = "0-based decoder layer outputs: layer i is hidden_states[i + 1] of transformers"
@@ -124,20 +126,24 @@ class CacheManifest:
         Returns:
             Whether this call wrote it. After either answer a whole manifest is there.
         """
-        return store.create(MANIFEST, dump_record(asdict(self)))
+        return store.create(MANIFEST, self.dump())
+
+    def dump(self) -> bytes:
+        """The content of `manifest.json`, and of its copy."""
+        return dump_record(asdict(self))
 
     @classmethod
-    def load(cls, store: CacheStore) -> "CacheManifest":
-        """Read the manifest of a cache.
+    def load(cls, store: CacheStore, name: str = MANIFEST) -> "CacheManifest":
+        """Read the manifest of a cache, or its copy.
 
         Raises:
             CacheError: there is none, it is damaged, or another format version wrote it.
         """
-        file = f"{store.location}/{MANIFEST}"
+        file = f"{store.location}/{name}"
         try:
-            data = store.read(MANIFEST)
+            data = store.read(name)
         except FileNotFoundError as error:
-            raise CacheError(f"{store.location} is not a feature cache: it has no {MANIFEST}") from error
+            raise CacheError(f"{store.location} is not a feature cache: it has no {name}") from error
         try:
             fields = parse_record(data)
             # The version decides the fields, so it is judged before them.
@@ -145,7 +151,9 @@ class CacheManifest:
                 fields["target"] = TargetIdentity(**fields["target"])
                 return cls(**fields)
         except (CacheError, TypeError, KeyError) as error:
-            raise CacheError(f"{file} is damaged: {error}") from error
+            raise CacheError(
+                f"{file} is damaged: {error}. `dflash-lightning cache verify {store.location} --repair` restores it"
+            ) from error
         found = fields.get("format_version")
         raise CacheError(f"{file} has format version {found}; this version reads {FORMAT_VERSION}")
 

@@ -170,6 +170,18 @@ class ObjectStorage(CacheStore):
             obstore.delete(self._client, found)
         return found
 
+    def remove(self, folder: str) -> None:
+        found = self._listed(folder)
+        marker = f"{folder}/{MARKER}"
+        with self._named(folder):
+            if found.pop(marker, None) is not None:
+                obstore.delete(self._client, marker)
+            if found:
+                obstore.delete(self._client, list(found))
+
+    def sweep_unfinished(self, name: str) -> None:
+        """Nothing to sweep: an object appears whole or not at all."""
+
     def zarr_store(self) -> zarr.storage.ObjectStore:
         return zarr.storage.ObjectStore(self._client, read_only=True)
 

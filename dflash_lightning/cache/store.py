@@ -86,6 +86,14 @@ class CacheStore(ABC):
         """Remove what dead writers left of an uncommitted folder; return what was removed. For its writer only."""
 
     @abstractmethod
+    def remove(self, folder: str) -> None:
+        """Remove a folder, committed or not, its marker first; nothing happens if there is none."""
+
+    @abstractmethod
+    def sweep_unfinished(self, name: str) -> None:
+        """Remove what dead writers left of an object that is there."""
+
+    @abstractmethod
     def zarr_store(self) -> zarr.abc.store.Store:
         """The cache as a read-only Zarr store, for use in this process."""
 
@@ -123,11 +131,16 @@ class LocalFolder(CacheStore):
             self._write(name, data, os.link)
         except FileExistsError:
             return False
+        except FileNotFoundError:
+            # Another writer was first, and swept what this one had begun.
+            if not (self.path / name).exists():
+                raise
+            return False
         return True
 
     def _write(self, name: str, data: bytes, publish) -> None:
         path = self.path / name
-        temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{os.uname().nodename}-{os.getpid()}")
+        temporary = self._temporary(name, f"{os.uname().nodename}-{os.getpid()}")
         with space_needed(self.path, len(data)), removed_afterwards(temporary):
             write_synced(temporary, data)
             publish(temporary, path)
@@ -186,12 +199,25 @@ class LocalFolder(CacheStore):
                 raise self.contested(folder) from error
         return [leftover.relative_to(self.path).as_posix() for leftover in leftovers]
 
+    def remove(self, folder: str) -> None:
+        final = self.path / folder
+        if final.exists():
+            (final / MARKER).unlink(missing_ok=True)
+            sync_folder(final)
+            shutil.rmtree(final)
+            sync_folder(final.parent)
+
+    def sweep_unfinished(self, name: str) -> None:
+        pattern = self._temporary(name, "*")
+        for leftover in pattern.parent.glob(pattern.name):
+            leftover.unlink(missing_ok=True)
+
     def zarr_store(self) -> zarr.storage.LocalStore:
         return zarr.storage.LocalStore(self.path, read_only=True)
 
-    def _temporary(self, folder: str, owner: str) -> Path:
-        """Where `owner` prepares a folder; with owner "*" the pattern of all of them."""
-        final = self.path / folder
+    def _temporary(self, name: str, owner: str) -> Path:
+        """Where `owner` prepares an object or a folder; with owner "*" the pattern of all of them."""
+        final = self.path / name
         return final.with_name(f"{TEMPORARY_PREFIX}{final.name}-{owner}")
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_lightning.cache.location import open_store
-from dflash_lightning.cache.manifest import CacheManifest
+from dflash_lightning.cache.manifest import MANIFEST, MANIFEST_COPY, CacheManifest
 from dflash_lightning.cache.shards import ShardMarker, object_fault
 from dflash_lightning.cache.store import MARKER, CacheStore
 from dflash_lightning.errors import CacheError
@@ -13,14 +13,21 @@ from dflash_lightning.errors import CacheError
 
 @dataclass(frozen=True)
 class Fault:
-    """One damaged or missing object: `shard` index, `object` path within the shard, and `what` is wrong."""
+    """A damaged or missing object.
 
-    shard: int
+    Attributes:
+        shard: index of the shard, or None if the object belongs to the cache as a whole.
+        object: path within the shard, or within the cache.
+        what: is wrong with it.
+    """
+
+    shard: int | None
     object: str
     what: str
 
     def __str__(self) -> str:
-        return f"shard {self.shard:06d}, object {self.object}: {self.what}"
+        place = f"object {self.object}" if self.shard is None else f"shard {self.shard:06d}, object {self.object}"
+        return f"{place}: {self.what}"
 
 
 def verify(cache: str | Path | CacheStore, progress: Callable[[int, int], None] | None = None) -> list[Fault]:
@@ -34,16 +41,50 @@ def verify(cache: str | Path | CacheStore, progress: Callable[[int, int], None] 
         All faults, by shard and object; empty for a complete, sound cache.
 
     Raises:
-        CacheError: there is no manifest, or it is damaged: without it nothing can be judged.
+        CacheError: there is no manifest, or it and its copy are damaged: without it nothing can be judged.
     """
     store = open_store(cache)
-    manifest = CacheManifest.load(store)
-    faults = []
+    manifest, faults = sound_manifest(store)
     for shard in range(manifest.num_shards):
         faults += _shard_faults(store, shard, manifest)
         if progress is not None:
             progress(shard + 1, manifest.num_shards)
     return faults
+
+
+def sound_manifest(store: CacheStore) -> tuple[CacheManifest, list[Fault]]:
+    """The manifest, or its copy if it is damaged or missing; and what is wrong with the one or the other.
+
+    Raises:
+        CacheError: neither can be read.
+    """
+    found, errors = {}, {}
+    for name in (MANIFEST, MANIFEST_COPY):
+        try:
+            found[name] = CacheManifest.load(store, name)
+        except CacheError as error:
+            errors[name] = error
+    if not found:
+        raise errors[MANIFEST]
+    faults = []
+    for name, error in errors.items():
+        missing = isinstance(error.__cause__, FileNotFoundError)
+        faults.append(Fault(None, name, "it is missing" if missing else f"damaged: {error.__cause__ or error}"))
+    if len(found) == 2 and found[MANIFEST] != found[MANIFEST_COPY]:
+        faults.append(Fault(None, MANIFEST_COPY, f"it isn't equal to {MANIFEST}"))
+    return next(iter(found.values())), faults
+
+
+def restore_manifest(store: CacheStore) -> CacheManifest:
+    """Write the manifest and its copy anew from the one that is sound; the manifest comes first if both are.
+
+    Raises:
+        CacheError: neither can be read.
+    """
+    manifest, _ = sound_manifest(store)
+    for name in (MANIFEST, MANIFEST_COPY):
+        store.replace(name, manifest.dump())
+    return manifest
 
 
 def _shard_faults(store: CacheStore, shard: int, manifest: CacheManifest) -> list[Fault]:

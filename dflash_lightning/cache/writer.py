@@ -10,7 +10,7 @@ import numpy as np
 
 from dflash_lightning.cache.arrays import FEATURES, objects_of, write_arrays
 from dflash_lightning.cache.location import open_store
-from dflash_lightning.cache.manifest import MANIFEST, CacheManifest
+from dflash_lightning.cache.manifest import MANIFEST, MANIFEST_COPY, CacheManifest
 from dflash_lightning.cache.samples import (
     Quarantined,
     Sample,
@@ -49,6 +49,11 @@ def create_or_join(
     store.make()
     entries = store.entries()
     if MANIFEST not in entries:
+        if MANIFEST_COPY in entries:
+            raise CacheError(
+                f"{store.location} has lost its {MANIFEST}: restore it with "
+                f"`dflash-lightning cache verify {store.location} --repair`"
+            )
         strangers = [entry for entry in entries if not entry.startswith(TEMPORARY_PREFIX)]
         if strangers and MANIFEST not in store.entries():
             raise CacheError(
@@ -63,6 +68,10 @@ def create_or_join(
             + "\n  ".join(differences)
             + "\nUse the settings that the cache was made with, or name a new folder."
         )
+    if MANIFEST_COPY not in entries:
+        store.create(MANIFEST_COPY, store.read(MANIFEST))
+    for name in (MANIFEST, MANIFEST_COPY):
+        store.sweep_unfinished(name)
     return CacheWriter(store, manifest, rank, max_quarantined)
 
 
@@ -128,6 +137,11 @@ class CacheWriter:
     def sweep(self, shard: int) -> list[str]:
         """Remove what dead producers left of an uncommitted shard; return what was removed. For its owner only."""
         return self.store.sweep(shard_name(shard))
+
+    def remove(self, shard: int) -> None:
+        """Remove a shard, so that it can be written anew. For its owner only."""
+        self._committed.pop(shard, None)
+        self.store.remove(shard_name(shard))
 
     def write_shard(self, shard: int, samples: Iterable[Sample | Quarantined]) -> ShardMarker:
         """Store and commit the samples of one shard, after sweeping its leftovers.
