@@ -7,6 +7,7 @@ leader of a group of processes that hold one large target together.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -14,10 +15,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from dflash_lightning import __version__
 from dflash_lightning.cache import (
     BackgroundWriter,
-    CacheManifest,
     CacheWriter,
     ObjectStoreSettings,
     Quarantined,
@@ -25,29 +24,16 @@ from dflash_lightning.cache import (
     create_or_join,
     open_store,
 )
-from dflash_lightning.config import DrafterSettings
-from dflash_lightning.distributed import form_groups, launched_place, leaders_value
-from dflash_lightning.errors import ConfigError, DataError
+from dflash_lightning.capture_job import CaptureJob, plan_capture
+from dflash_lightning.distributed import leaders_value
+from dflash_lightning.errors import ConfigError
 from dflash_lightning.features import compute_features
-from dflash_lightning.prepared import PreparedSample, load_data
+from dflash_lightning.prepared import PreparedSample
 from dflash_lightning.progress import say, track
-from dflash_lightning.target import Placement, load_first_layers, target_identity, target_text_config
+from dflash_lightning.target import Placement, load_first_layers
 
 # Quarantined samples that are shown at the end.
 MAX_SHOWN = 10
-
-
-def plan_shards(samples: Sequence[PreparedSample], shard_tokens: int) -> list[range]:
-    """Cut the samples, in order, into runs of at least ``shard_tokens`` tokens (the last may be shorter)."""
-    shards, start, tokens = [], 0, 0
-    for index, sample in enumerate(samples):
-        tokens += len(sample.input_ids)
-        if tokens >= shard_tokens:
-            shards.append(range(start, index + 1))
-            start, tokens = index + 1, 0
-    if start < len(samples):
-        shards.append(range(start, len(samples)))
-    return shards
 
 
 def plan_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
@@ -159,90 +145,67 @@ def capture(
     Raises:
         DataError, TargetError, CacheError, ConfigError: each says what was found, what was expected and what to do.
     """
-    counts = {"batch_tokens": batch_tokens, "shard_tokens": shard_tokens, "num_threads": num_threads, "limit": limit}
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; expected at least 1.")
     if not 0 <= max_quarantined <= 1:
         raise ConfigError(f"max_quarantined is {max_quarantined}; expected a share from 0 to 1.")
-    torch.set_num_threads(num_threads)
-    placement = Placement(device, tensor_parallel_size, device_map, max_memory)
-    place = launched_place()
-    identity = target_identity(target)
-    text_config = target_text_config(target)
-    placement.check(target, text_config, place.local_rank)
-    group = form_groups(place, tensor_parallel_size)
-    layer_ids = DrafterSettings(
-        num_layers=1,
+    job = plan_capture(
+        target,
+        data,
+        limit=limit,
         target_layer_ids=target_layer_ids,
-        num_tapped_layers=None if target_layer_ids else num_tapped_layers,
-    ).resolve_target_layer_ids(text_config.num_hidden_layers)
-    info, samples = load_data(data)
-    if not info.target.fits(identity):
-        raise DataError(
-            f"{data} was prepared with target {info.target.name}, which isn't {target}: one target's answers don't "
-            "teach a drafter for another. Name the same target, or prepare again."
-        )
-    samples = samples[:limit]
-    if not samples:
-        raise DataError(f"{data} holds no sample; prepare some prompts first.")
-    shards = plan_shards(samples, shard_tokens)
-    manifest = CacheManifest(
-        target=identity,
-        target_layer_ids=layer_ids,
-        hidden_size=text_config.hidden_size,
-        generation=info.generation,
-        capture={
-            "dtype": dtype,
-            "device": placement.device_kind(place.local_rank),
-            "tensor_parallel_size": tensor_parallel_size,
-            "num_threads": num_threads,
-            "batch_tokens": batch_tokens,
-            "shard_tokens": shard_tokens,
-        },
-        dataset_sha256=info.dataset_sha256,
-        max_length=max(len(sample.input_ids) for sample in samples),
-        source={
-            "target": str(Path(target).resolve()) if Path(target).exists() else target,
-            "data": str(data.resolve()),
-        },
-        code_version=__version__,
-        shard_samples=tuple(map(len, shards)),
+        num_tapped_layers=num_tapped_layers,
+        dtype=dtype,
+        placement=Placement(device, tensor_parallel_size, device_map, max_memory),
+        batch_tokens=batch_tokens,
+        shard_tokens=shard_tokens,
+        num_threads=num_threads,
     )
-    writer = create_or_join(open_store(cache, object_store), manifest, rank=place.rank, max_quarantined=max_quarantined)
-    mine = leaders_value([i for i in range(group.number, len(shards), group.count) if not writer.is_committed(i)])
+    store = open_store(cache, object_store)
+    writer = create_or_join(store, job.manifest, rank=job.place.rank, max_quarantined=max_quarantined)
+    write_missing_shards(job, writer)
+
+
+def write_missing_shards(job: CaptureJob, writer: CacheWriter) -> None:
+    """Compute and commit this process's share of the shards that aren't there yet, and say how the cache stands.
+
+    Raises:
+        CacheError: too many samples are quarantined, or a shard can't be written; see `CacheWriter.write_shard`.
+    """
+    manifest, group = job.manifest, job.group
+    dtype, batch_tokens = getattr(torch, manifest.capture["dtype"]), manifest.capture["batch_tokens"]
+    mine = [i for i in range(group.number, manifest.num_shards, group.count) if not writer.is_committed(i)]
+    mine = leaders_value(mine)
     name = f"writer {group.number + 1} of {group.count}"
     if mine:
         model = load_first_layers(
-            target,
-            max(layer_ids) + 1,
-            dtype=getattr(torch, dtype),
-            placement=placement,
-            local_rank=place.local_rank,
+            job.target,
+            max(manifest.target_layer_ids) + 1,
+            dtype=dtype,
+            placement=job.placement,
+            local_rank=job.place.local_rank,
         )
-        computed = (
-            capture_samples(model, [samples[k] for k in shards[shard]], layer_ids, batch_tokens) for shard in mine
-        )
+        ends = list(accumulate(manifest.shard_samples))
+        members = {shard: job.samples[ends[shard] - manifest.shard_samples[shard] : ends[shard]] for shard in mine}
+        computed = (capture_samples(model, members[shard], manifest.target_layer_ids, batch_tokens) for shard in mine)
         if group.leads:
-            total = sum(len(shards[shard]) for shard in mine)
+            total = sum(map(len, members.values()))
             with track(total, f"capture, {name}", "tokens") as progress, BackgroundWriter(writer) as background:
                 for shard, shard_samples in zip(mine, computed, strict=True):
                     finished: dict[int, Sample | Quarantined] = {}
                     for index, sample in shard_samples:
                         finished[index] = sample
-                        progress.advance(1, done=len(samples[shards[shard][index]].input_ids))
+                        progress.advance(1, done=len(members[shard][index].input_ids))
                         background.check()
-                    background.write_shard(shard, [finished[i] for i in range(len(shards[shard]))])
+                    background.write_shard(shard, [finished[i] for i in range(len(members[shard]))])
         else:  # its slices are needed; the features that come out are the same in every process of the group
             for shard_samples in computed:
                 deque(shard_samples, maxlen=0)
     if group.leads:
         writer.check_quarantined()
-        _report(writer, f"{cache}: {name} is done, {len(mine)} shards written now")
+        _report(writer, f"{writer.store.location}: {name} is done, {len(mine)} shards written now")
 
 
 def _report(writer: CacheWriter, done: str) -> None:
-    num_shards = len(writer.manifest.shard_samples)
+    num_shards = writer.manifest.num_shards
     committed = sum(writer.is_committed(i) for i in range(num_shards))
     quarantined = writer.quarantined()
     say(f"{done}; {committed} of {num_shards} shards are committed, {len(quarantined)} samples quarantined")

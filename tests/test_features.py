@@ -5,7 +5,8 @@ import pytest
 import torch
 from helpers import load_tiny
 
-from dflash_lightning.capture import capture_samples, plan_batches, plan_shards
+from dflash_lightning.capture import capture_samples, plan_batches
+from dflash_lightning.capture_job import plan_shards
 from dflash_lightning.features import FeatureTap, compute_features, decoder_layers
 from dflash_lightning.prepared import PreparedSample
 

@@ -1,0 +1,118 @@
+"""What a capture is to do: the plan of a cache, from the target, the data and the settings."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dflash_lightning import __version__
+from dflash_lightning.cache import CacheManifest
+from dflash_lightning.config import DrafterSettings
+from dflash_lightning.distributed import Group, Place, form_groups, launched_place
+from dflash_lightning.errors import ConfigError, DataError
+from dflash_lightning.prepared import PreparedSample, load_data
+from dflash_lightning.target import Placement, target_identity, target_text_config
+
+
+@dataclass(frozen=True)
+class CaptureJob:
+    """What a capture computes, and this process's part in it.
+
+    Attributes:
+        target: name of the target.
+        manifest: of the cache; it has the settings that the features' bits depend on.
+        samples: all that are planned.
+        placement: where the target lies.
+        place: this process among those that the launcher started.
+        group: the processes that share this one's target.
+    """
+
+    target: str
+    manifest: CacheManifest
+    samples: list[PreparedSample]
+    placement: Placement
+    place: Place
+    group: Group
+
+
+def plan_capture(
+    target: str,
+    data: Path,
+    *,
+    limit: int | None,
+    target_layer_ids: list[int] | None,
+    num_tapped_layers: int,
+    dtype: str,
+    placement: Placement,
+    batch_tokens: int,
+    shard_tokens: int,
+    num_threads: int,
+) -> CaptureJob:
+    """Check settings, target and data, and plan the cache; nothing is written. For the settings see `capture`.
+
+    Sets the CPU threads of this process, and joins it with the others that share its target.
+
+    Raises:
+        DataError, TargetError, ConfigError.
+    """
+    counts = {"batch_tokens": batch_tokens, "shard_tokens": shard_tokens, "num_threads": num_threads, "limit": limit}
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; expected at least 1.")
+    torch.set_num_threads(num_threads)
+    place = launched_place()
+    identity = target_identity(target)
+    text_config = target_text_config(target)
+    placement.check(target, text_config, place.local_rank)
+    layer_ids = DrafterSettings(
+        num_layers=1,
+        target_layer_ids=target_layer_ids,
+        num_tapped_layers=None if target_layer_ids else num_tapped_layers,
+    ).resolve_target_layer_ids(text_config.num_hidden_layers)
+    info, samples = load_data(data)
+    if not info.target.fits(identity):
+        raise DataError(
+            f"{data} was prepared with target {info.target.name}, which isn't {target}: one target's answers don't "
+            "teach a drafter for another. Name the same target, or prepare again."
+        )
+    samples = samples[:limit]
+    if not samples:
+        raise DataError(f"{data} holds no sample; prepare some prompts first.")
+    manifest = CacheManifest(
+        target=identity,
+        target_layer_ids=layer_ids,
+        hidden_size=text_config.hidden_size,
+        generation=info.generation,
+        capture={
+            "dtype": dtype,
+            "device": placement.device_kind(place.local_rank),
+            "tensor_parallel_size": placement.tensor_parallel_size,
+            "num_threads": num_threads,
+            "batch_tokens": batch_tokens,
+            "shard_tokens": shard_tokens,
+        },
+        dataset_sha256=info.dataset_sha256,
+        max_length=max(len(sample.input_ids) for sample in samples),
+        source={
+            "target": str(Path(target).resolve()) if Path(target).exists() else target,
+            "data": str(data.resolve()),
+        },
+        code_version=__version__,
+        shard_samples=tuple(map(len, plan_shards(samples, shard_tokens))),
+    )
+    group = form_groups(place, placement.tensor_parallel_size)
+    return CaptureJob(target, manifest, samples, placement, place, group)
+
+
+def plan_shards(samples: Sequence[PreparedSample], shard_tokens: int) -> list[range]:
+    """Cut the samples, in order, into runs of at least ``shard_tokens`` tokens (the last may be shorter)."""
+    shards, start, tokens = [], 0, 0
+    for index, sample in enumerate(samples):
+        tokens += len(sample.input_ids)
+        if tokens >= shard_tokens:
+            shards.append(range(start, index + 1))
+            start, tokens = index + 1, 0
+    if start < len(samples):
+        shards.append(range(start, len(samples)))
+    return shards
