@@ -102,8 +102,10 @@ def test_settings_that_contradict_each_other_are_refused():
         Placement("cpu", device_map="auto")
     with pytest.raises(ConfigError, match="max_memory limits a device map"):
         Placement(max_memory={"cpu": "1GB"})
-    with pytest.raises(ConfigError, match="max_memory of cpu is 'plenty'; expected a size"):
+    with pytest.raises(ConfigError, match="max_memory of cpu is 'plenty'; expected such as"):
         Placement(device_map="auto", max_memory={"cpu": "plenty"})
+    with pytest.raises(ConfigError, match=r"max_memory names 9; expected devices of this machine: \["):
+        Placement(device_map="auto", max_memory={9: "1GB", "cpu": "1GB"})
     with pytest.raises(ConfigError, match="tensor_parallel_size is 0"):
         Placement(tensor_parallel_size=0)
     with pytest.raises(ConfigError, match="Start a multiple of 2 processes with torchrun"):

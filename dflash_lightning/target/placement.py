@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from accelerate.utils import convert_file_size_to_int
 from transformers import PreTrainedConfig
 from transformers.distributed import DistributedConfig
@@ -45,13 +46,14 @@ class Placement:
             raise ConfigError(f"{names} each say where the target lies. Give one of them.")
         if self.max_memory and not self.device_map:
             raise ConfigError("max_memory limits a device map, and there is none. Give device_map too, or neither.")
-        for where, size in (self.max_memory or {}).items():
+        devices = [*range(torch.cuda.device_count()), "cpu"]
+        for device, size in (self.max_memory or {}).items():
+            if device not in devices:
+                raise ConfigError(f"max_memory names {device!r}; expected devices of this machine: {devices}.")
             try:
                 convert_file_size_to_int(size)
             except ValueError as error:
-                raise ConfigError(
-                    f"max_memory of {where} is {size!r}; expected a size such as 70GiB or 500MB."
-                ) from error
+                raise ConfigError(f"max_memory of {device} is {size!r}; expected such as 70GiB or 500MB.") from error
 
     def check(self, target: str, text_config: PreTrainedConfig, local_rank: int) -> None:
         """Refuse a device that isn't there, and a target that can't be placed so.
