@@ -5,8 +5,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
+import docstring_parser
 from jsonargparse import ActionConfigFile, ArgumentParser
 from rich.console import Console
 from rich.text import Text
@@ -45,7 +47,7 @@ def command_parser(name: str) -> ArgumentParser:
 
 
 def function_parser(function: Callable[..., Any], program: str, *, positional: bool = False) -> ArgumentParser:
-    """A parser made from a function's signature and docstring.
+    """A parser made from a function's signature and docstring; a plain bool becomes a switch.
 
     Args:
         positional: required settings are given by position, and there is no YAML file.
@@ -53,7 +55,11 @@ def function_parser(function: Callable[..., Any], program: str, *, positional: b
     parser = ArgumentParser(prog=program, description=function.__doc__.split("Args:")[0])
     if not positional:
         parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of these settings.")
-    parser.add_function_arguments(function, as_group=False, as_positional=positional)
+    switches = [name for name, setting in signature(function).parameters.items() if setting.annotation is bool]
+    parser.add_function_arguments(function, as_group=False, as_positional=positional, skip=set(switches))
+    described = {setting.arg_name: setting.description for setting in docstring_parser.parse(function.__doc__).params}
+    for name in switches:  # jsonargparse would want a value: --repair true
+        parser.add_argument(f"--{name}", action="store_true", help=described[name])
     for action in parser._actions:
         _spell_with_hyphens(parser, action)
     return parser

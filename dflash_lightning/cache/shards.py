@@ -99,8 +99,7 @@ def damaged(store: CacheStore, shard: int, name: str, what: str) -> CacheError:
     """The error for a damaged object: shard, object, what was found, what to do."""
     return CacheError(
         f"shard {shard:06d}, object {name}: {what}. List all the damage with "
-        f"`dflash-lightning cache verify {store.location}`; to repair, "
-        f"delete {store.location}/{shard_name(shard)} and run the same capture command again."
+        f"`dflash-lightning cache verify {store.location}`; with --repair it makes the damaged shards anew."
     )
 
 

@@ -76,14 +76,14 @@ def sound_manifest(store: CacheStore) -> tuple[CacheManifest, list[Fault]]:
 
 
 def restore_manifest(store: CacheStore) -> CacheManifest:
-    """Write the manifest and its copy anew from the one that is sound; the manifest comes first if both are.
+    """Write the manifest or its copy anew, whichever isn't sound; if both are but differ, the manifest counts.
 
     Raises:
         CacheError: neither can be read.
     """
-    manifest, _ = sound_manifest(store)
-    for name in (MANIFEST, MANIFEST_COPY):
-        store.replace(name, manifest.dump())
+    manifest, faults = sound_manifest(store)
+    for fault in faults:
+        store.replace(fault.object, manifest.dump())
     return manifest
 
 

@@ -1,0 +1,144 @@
+"""`cache verify --repair` rebuilds what is damaged, nothing else, and only from what the cache was made from."""
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from cache_helpers import capture, stored_files
+from capture_helpers import capture_arguments, random_texts, write_texts
+
+from dflash_lightning.cache import FeatureCache, verify
+from dflash_lightning.cli import run
+from dflash_lightning.errors import CacheError, ConfigError, DataError
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, llama_folder):
+    """A folder with the target, the data and a cache of 10 shards made from them."""
+    folder = tmp_path_factory.mktemp("made")
+    shutil.copytree(llama_folder, folder / "target")
+    write_texts(folder / "data", folder / "target", random_texts(18))
+    run(capture_arguments(folder / "target", folder / "data", folder / "cache"))
+    return folder
+
+
+@pytest.fixture
+def cache(made, tmp_path) -> Path:
+    return shutil.copytree(made / "cache", tmp_path / "cache")
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[random.Random(file.name).randrange(len(data))] ^= 1
+    file.write_bytes(data)
+
+
+def marker_times(cache: Path) -> dict[str, int]:
+    return {file.parent.name: file.stat().st_mtime_ns for file in cache.glob("shards/*/COMMITTED")}
+
+
+def damage_everywhere(cache: Path) -> set[str]:
+    """All kinds of damage; returns the broken shards."""
+    flip(cache / "manifest.json")
+    flip(cache / "shards/000000/COMMITTED")
+    (cache / "shards/000001/COMMITTED").unlink()
+    flip(cache / "shards/000002/features/c/0/0")
+    (cache / "shards/000003/input_ids/c/0").unlink()
+    os.truncate(cache / "shards/000004/offsets/zarr.json", 5)
+    shutil.rmtree(cache / "shards/000005")
+    return {f"{shard:06d}" for shard in range(6)}
+
+
+def test_everything_that_is_damaged_is_rebuilt_and_nothing_else(made, cache, capsys):
+    before = marker_times(cache)
+    broken = damage_everywhere(cache)
+    run(["cache", "verify", str(cache), "--repair"])
+    shown = capsys.readouterr().out
+    assert "7 faults repaired; every object is there" in shown
+    assert stored_files(cache) == stored_files(made / "cache")
+    assert verify(cache) == []
+    now = marker_times(cache)
+    assert {shard for shard in now if now[shard] != before[shard]} == broken
+    FeatureCache(cache).read(0)
+
+
+def test_verification_alone_changes_nothing_and_prints_one_json_object(cache, capsys):
+    damage_everywhere(cache)
+    files = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
+    with pytest.raises(CacheError, match=r"7 faults\. Add --repair"):
+        run(["cache", "verify", str(cache), "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert [(fault["shard"], fault["object"]) for fault in told["faults"]] == [
+        (None, "manifest.json"),
+        (0, "COMMITTED"),
+        (1, "COMMITTED"),
+        (2, "features/c/0/0"),
+        (3, "input_ids/c/0"),
+        (4, "offsets/zarr.json"),
+        (5, "COMMITTED"),
+    ]
+    assert told["repaired"] == []
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == files
+    run(["cache", "verify", str(cache), "--json", "--repair"])
+    again = json.loads(capsys.readouterr().out)
+    assert (again["faults"], again["repaired"]) == ([], told["faults"])
+
+
+def test_a_target_and_data_that_moved_are_named(made, cache, tmp_path):
+    flip(cache / "shards/000002/features/c/0/0")
+    moved = shutil.copytree(made, tmp_path / "moved")
+    os.rename(made / "data", made / "gone")
+    try:
+        with pytest.raises(DataError, match="holds no prepared data"):
+            run(["cache", "verify", str(cache), "--repair"])
+        assert len(verify(cache)) == 1
+        run(
+            [
+                "cache",
+                "verify",
+                str(cache),
+                "--repair",
+                "--target",
+                str(moved / "target"),
+                "--data",
+                str(moved / "data"),
+            ]
+        )
+    finally:
+        os.rename(made / "gone", made / "data")
+    assert stored_files(cache) == stored_files(made / "cache")
+
+
+def test_other_data_and_another_target_are_refused_before_anything_is_removed(made, cache, qwen3_folder, tmp_path):
+    flip(cache / "shards/000002/features/c/0/0")
+    files = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
+    other = write_texts(tmp_path / "other", made / "target", random_texts(18, seed=4))
+    repair = ["cache", "verify", str(cache), "--repair"]
+    with pytest.raises(CacheError, match="dataset_sha256: cache has"):
+        run([*repair, "--data", str(other)])
+    with pytest.raises(DataError, match="was prepared with target"):
+        run([*repair, "--target", str(qwen3_folder)])
+    others = write_texts(tmp_path / "others", qwen3_folder, random_texts(18))
+    with pytest.raises(CacheError, match=r"target\.weights_sha256: cache has"):
+        run([*repair, "--target", str(qwen3_folder), "--data", str(others)])
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == files
+
+
+def test_a_repair_is_done_by_one_process(cache, monkeypatch):
+    flip(cache / "shards/000002/features/c/0/0")
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="one process"):
+        run(["cache", "verify", str(cache), "--repair"])
+    assert len(verify(cache)) == 1
+
+
+def test_a_cache_that_another_producer_wrote_cannot_be_rebuilt_by_capture(tmp_path):
+    capture(tmp_path)
+    flip(tmp_path / "shards/000002/features/c/0/0")
+    with pytest.raises(CacheError, match="wasn't made by `capture`"):
+        run(["cache", "verify", str(tmp_path), "--repair"])
+    assert len(verify(tmp_path)) == 1
