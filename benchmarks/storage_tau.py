@@ -30,6 +30,7 @@ from datamodules.sampler import StepSampler
 from dflash_lightning.blocks import Blocks, build_blocks, positions_in_document
 from dflash_lightning.cache import FeatureCache
 from dflash_lightning.cache.packing import pack, unpack
+from dflash_lightning.cache.storage import STORAGES, packed_bits
 from dflash_lightning.config import DrafterConfig, DrafterSettings
 from dflash_lightning.decoding import speculative_decode
 from dflash_lightning.drafter import Drafter
@@ -55,7 +56,7 @@ class RestoredCache(FeatureCache):
             for shard in set(self._shards.tolist()):
                 members = [samples[i] for i in (self._shards == shard).nonzero()[0]]
                 features = torch.cat([sample.features for sample in members])
-                packed = pack(features, int(storage.removesuffix("bit")), len(self.manifest.target_layer_ids))
+                packed = pack(features, packed_bits(storage), len(self.manifest.target_layer_ids))
                 parts = unpack(packed).split([len(sample.features) for sample in members])
                 for sample, part in zip(members, parts, strict=True):
                     sample.features = part
@@ -150,7 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="folder of a finished quickstart run")
     parser.add_argument("--output", type=Path, required=True, help="JSON lines of the runs, appended to")
-    parser.add_argument("--storages", nargs="+", default=["bfloat16", "8bit", "4bit", "2bit", "1bit"])
+    parser.add_argument("--storages", nargs="+", default=list(STORAGES), choices=STORAGES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", nargs="+", type=int, default=[480])
     parser.add_argument("--prompts", type=int, default=24, help="held-out prompts that are decoded")

@@ -15,6 +15,7 @@ from datamodules.plan import EpochPlanner, SampleSizes
 from datamodules.sampler import MicroBatch, StepSampler, ValidationSampler
 from dflash_lightning.blocks import sample_anchors
 from dflash_lightning.cache import FeatureCache, ObjectStoreSettings, Sample, open_store
+from dflash_lightning.cache.packing import PackedFeatures
 from dflash_lightning.errors import ConfigError
 from dflash_lightning.module import ContextBatch
 
@@ -29,8 +30,11 @@ def collate(samples: list[Sample], anchors: list[np.ndarray], *, anchors_in_step
     """Pad R samples to the longest of them, and their anchors to the most that one has."""
     shape = (len(samples), max(len(sample.input_ids) for sample in samples))
     blocks = (len(samples), max(1, *map(len, anchors)))
+    stored = [sample.features for sample in samples]
+    packed = [features for features in stored if isinstance(features, PackedFeatures)]
+    stored = [features.rows for features in packed] or stored
     batch = ContextBatch(
-        features=torch.empty(*shape, samples[0].features.shape[1], dtype=torch.bfloat16),
+        features=stored[0].new_empty(*shape, stored[0].shape[1]),
         input_ids=torch.zeros(shape, dtype=torch.long),
         loss_mask=torch.zeros(shape, dtype=torch.long),
         document_ids=torch.full(shape, -1),
@@ -38,9 +42,11 @@ def collate(samples: list[Sample], anchors: list[np.ndarray], *, anchors_in_step
         valid=torch.zeros(blocks, dtype=torch.bool),
         anchors_in_step=torch.tensor(anchors_in_step),
     )
+    if packed:
+        batch["channels"] = torch.stack([features.channels for features in packed]).view(torch.int32)
     for row, (sample, drawn) in enumerate(zip(samples, anchors, strict=True)):
         tokens = len(sample.input_ids)
-        batch["features"][row, :tokens] = sample.features
+        batch["features"][row, :tokens] = stored[row]
         batch["features"][row, tokens:] = 0
         batch["input_ids"][row, :tokens] = torch.from_numpy(sample.input_ids)
         batch["loss_mask"][row, :tokens] = torch.from_numpy(sample.loss_mask)

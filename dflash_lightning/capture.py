@@ -24,6 +24,7 @@ from dflash_lightning.cache import (
     create_or_join,
     open_store,
 )
+from dflash_lightning.cache.storage import Compression, Storage
 from dflash_lightning.capture_job import CaptureJob, plan_capture
 from dflash_lightning.distributed import leaders_value
 from dflash_lightning.errors import ConfigError
@@ -113,6 +114,8 @@ def capture(
     max_memory: dict[int | str, str] | None = None,
     batch_tokens: int = 4096,
     shard_tokens: int = 32768,
+    storage: Storage = "bfloat16",
+    compression: Compression | None = None,
     num_threads: int = 1,
     max_quarantined: float = 0.01,
     object_store: ObjectStoreSettings = ObjectStoreSettings(),  # noqa: B008
@@ -129,13 +132,15 @@ def capture(
         limit: take only so many samples.
         target_layer_ids: layers to tap, 0-based. Default: spread evenly over the target.
         num_tapped_layers: how many layers to tap when target_layer_ids is left out.
-        dtype: what the target computes in. Features are stored as bfloat16.
+        dtype: what the target computes in.
         device: where the target runs: cpu, cuda:N, or auto, which takes this process's GPU if there is one.
         tensor_parallel_size: processes under torchrun that hold one target together, each a slice of every layer.
         device_map: auto spreads the target's layers over all GPUs of this process, then its memory, then the disk.
         max_memory: what device_map may use, by device: {0: 70GiB, cpu: 100GiB}.
         batch_tokens: tokens of a forward, padding included.
         shard_tokens: tokens of a shard, the unit that is redone after an interruption.
+        storage: how features are stored: as they are, or packed into fewer bits (see docs/cache.md for the price).
+        compression: what features are compressed with, without loss. Default: lz4 for bfloat16, zstd for packed ones.
         num_threads: CPU threads of each process, whatever its launcher allows. The last bits of the features depend on
             it, so a cache has one number; to use more cores, run more processes.
         max_quarantined: share of the samples that may be left out because they can't be stored (NaN features and the
@@ -157,6 +162,8 @@ def capture(
         placement=Placement(device, tensor_parallel_size, device_map, max_memory),
         batch_tokens=batch_tokens,
         shard_tokens=shard_tokens,
+        storage=storage,
+        compression=compression,
         num_threads=num_threads,
     )
     store = open_store(cache, object_store)
@@ -183,6 +190,7 @@ def write_missing_shards(job: CaptureJob, writer: CacheWriter) -> None:
             placement=job.placement,
             local_rank=job.place.local_rank,
         )
+        writer.device = model.device
         ends = list(accumulate(manifest.shard_samples))
         members = {shard: job.samples[ends[shard] - manifest.shard_samples[shard] : ends[shard]] for shard in mine}
         computed = (capture_samples(model, members[shard], manifest.target_layer_ids, batch_tokens) for shard in mine)

@@ -8,6 +8,7 @@ import torch
 
 from dflash_lightning import __version__
 from dflash_lightning.cache import CacheManifest
+from dflash_lightning.cache.storage import Compression, Storage, default_compression
 from dflash_lightning.config import DrafterSettings
 from dflash_lightning.distributed import Group, Place, form_groups, launched_place
 from dflash_lightning.errors import ConfigError, DataError
@@ -47,6 +48,8 @@ def plan_capture(
     placement: Placement,
     batch_tokens: int,
     shard_tokens: int,
+    storage: Storage,
+    compression: Compression | None,
     num_threads: int,
 ) -> CaptureJob:
     """Check settings, target and data, and plan the cache; nothing is written. For the settings see `capture`.
@@ -83,6 +86,8 @@ def plan_capture(
         target=identity,
         target_layer_ids=layer_ids,
         hidden_size=text_config.hidden_size,
+        storage=storage,
+        compression=compression or default_compression(storage),
         generation=info.generation,
         capture={
             "dtype": dtype,

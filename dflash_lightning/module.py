@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import lightning as L
 import torch
@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dflash_lightning import __version__
 from dflash_lightning.blocks import Blocks, build_blocks, positions_in_document
+from dflash_lightning.cache.packing import PackedFeatures, unpack
 from dflash_lightning.checkpoints import CHECKPOINT_KEY
 from dflash_lightning.config import DrafterConfig, DrafterSettings
 from dflash_lightning.drafter import Drafter
@@ -40,7 +41,9 @@ class ContextBatch(TypedDict):
     """
 
     features: Tensor
-    """[R, S, K*H] context features."""
+    """[R, S, K*H] bfloat16 context features, or [R, S, bytes] uint8 packed rows of them."""
+    channels: NotRequired[Tensor]
+    """[R, 2, K*H] mean and size of each row's channels, with packed features only: the bits of float32 as int32."""
     input_ids: Tensor
     """[R, S]"""
     loss_mask: Tensor
@@ -53,6 +56,13 @@ class ContextBatch(TypedDict):
     """[R, N] False on padding."""
     anchors_in_step: Tensor
     """[] valid anchors of the whole optimizer step, over all ranks and accumulation steps."""
+
+
+def context_features(batch: ContextBatch) -> Tensor:
+    """Context features [R, S, K*H] of a batch, unpacked where it lies."""
+    if "channels" in batch:
+        return unpack(PackedFeatures(batch["features"], batch["channels"].view(torch.float32)))
+    return batch["features"]
 
 
 @dataclass(frozen=True)
@@ -157,7 +167,7 @@ class DFlashModule(L.LightningModule):
             mask_token_id=self.drafter_config.mask_token_id,
         )
         context = self.drafter.context_key_values(
-            batch["features"].to(self.compute_dtype), positions_in_document(batch["document_ids"])
+            context_features(batch).to(self.compute_dtype), positions_in_document(batch["document_ids"])
         )
         hidden = self.drafter(
             embedding(blocks.input_ids.flatten(1), self._frozen["embedding"]),

@@ -54,6 +54,8 @@ def repair(
             ),
             batch_tokens=settings["batch_tokens"],
             shard_tokens=settings["shard_tokens"],
+            storage=manifest.storage,
+            compression=manifest.compression,
             num_threads=settings["num_threads"],
         )
     except KeyError as error:

@@ -20,6 +20,8 @@ def make_manifest(**changes) -> CacheManifest:
         "target": TargetIdentity("tiny", "main", "w" * 64, "t" * 64, "c" * 64),
         "target_layer_ids": LAYERS,
         "hidden_size": HIDDEN,
+        "storage": "bfloat16",
+        "compression": "lz4",
         "generation": {"mode": "greedy", "thinking": False, "max_new_tokens": 64},
         "capture": {"dtype": "bfloat16", "device": "cpu", "num_threads": 1},
         "dataset_sha256": "d" * 64,

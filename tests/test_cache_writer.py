@@ -230,7 +230,7 @@ def test_a_folder_that_is_something_else_is_refused(tmp_path):
         ({"shard_samples": (2, 0)}, "no empty shard"),
         ({"target_layer_ids": ()}, "at least one layer"),
         ({"hidden_size": 0}, "positive hidden size"),
-        ({"feature_dtype": "float8"}, "float8"),
+        ({"storage": "float8"}, "float8"),
     ],
 )
 def test_unusable_manifests_are_refused(changes, words):

@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import Logger
 from datamodules import FeatureCacheDataModule
 from datamodules.feature_cache import collate
 from dflash_lightning.cache import CacheManifest, Sample, create_or_join
+from dflash_lightning.cache.storage import Storage, default_compression
 from dflash_lightning.config import DrafterSettings
 from dflash_lightning.losses import LossSettings
 from dflash_lightning.module import ContextBatch, DFlashModule, OptimizerSettings
@@ -85,13 +86,17 @@ def random_sample(name: str, tokens: int, prompt: int, feature_size: int, seed: 
     )
 
 
-def write_cache(path: Path, samples: list[Sample], *, target: Path, layer_ids, hidden_size: int) -> Path:
+def write_cache(
+    path: Path, samples: list[Sample], *, target: Path, layer_ids, hidden_size: int, storage: Storage = "bfloat16"
+) -> Path:
     """A finished cache of two shards."""
     shards = [samples[: len(samples) // 2], samples[len(samples) // 2 :]]
     manifest = CacheManifest(
         target=target_identity(str(target)),
         target_layer_ids=tuple(layer_ids),
         hidden_size=hidden_size,
+        storage=storage,
+        compression=default_compression(storage),
         generation={},
         capture={},
         dataset_sha256="d" * 64,

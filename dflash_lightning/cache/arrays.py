@@ -6,14 +6,17 @@ from pathlib import Path
 import numpy as np
 import zarr
 import zarr.abc.store
-from zarr.codecs import BloscCodec, Crc32cCodec
+from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
+
+from dflash_lightning.cache.storage import Compression, Storage, packed_bits
 
 FEATURES = "features"
-FEATURE_CHUNK_ROWS = 128
-# Zarr returns fill values for a missing object and for an empty one, without a word. None of these can be a stored
-# value (0xFFFF is a bfloat16 NaN, 255 is never in UTF-8), so a reader can tell.
-FILL_VALUES = {
-    FEATURES: np.uint16(0xFFFF),
+CHANNELS = "channels"
+# A chunk of features is the least that is read and the most that is compressed at once: as many rows as fit.
+CHUNK_BYTES = 1 << 20
+# Zarr returns fill values for a missing object and for an empty one, without a word. None of these can be the last
+# stored value (0xFFFF is a bfloat16 NaN, 255 is never in UTF-8, a packed row ends with a scale), so a reader can tell.
+_FILL_VALUES = {
     "input_ids": np.int32(-1),
     "loss_mask": np.uint8(255),
     "offsets": np.int64(-1),
@@ -21,19 +24,32 @@ FILL_VALUES = {
     "sample_id_offsets": np.int64(-1),
     "anchor_candidates": np.int32(-1),
 }
+_PLAIN = {FEATURES: np.uint16(0xFFFF)}
+_PACKED = {FEATURES: np.uint8(0), CHANNELS: np.float32("nan")}
 METADATA = "zarr.json"
+_LZ4 = {"cname": "lz4", "clevel": 5, "shuffle": "shuffle"}
+_FEATURE_CODECS: dict[Compression, tuple] = {
+    "none": (),
+    "lz4": (BloscCodec(typesize=2, **{**_LZ4, "shuffle": "bitshuffle"}),),
+    "zstd": (ZstdCodec(level=1),),
+}
 # zarr takes cpu + 4 threads (32 at most) in every process: too many for several data workers in each of several ranks.
 MAX_THREADS = 4
 
 
 def data_object(name: str) -> str:
     """Path, within a shard, of the one object that holds the values of array `name`."""
-    return f"{name}/c/0/0" if name == FEATURES else f"{name}/c/0"
+    return f"{name}/c/0/0" if name in (FEATURES, CHANNELS) else f"{name}/c/0"
 
 
 def metadata_object(name: str) -> str:
     """Path, within a shard, of the metadata of array `name`."""
     return f"{name}/{METADATA}"
+
+
+def fill_values(storage: Storage) -> dict[str, np.generic]:
+    """Name and fill value (and so the dtype) of each array of a shard with samples."""
+    return {**(_PLAIN if packed_bits(storage) is None else _PACKED), **_FILL_VALUES}
 
 
 def objects_of(arrays: Iterable[str]) -> frozenset[str]:
@@ -43,47 +59,54 @@ def objects_of(arrays: Iterable[str]) -> frozenset[str]:
 
 
 def write_arrays(
-    folder: Path, columns: dict[str, np.ndarray], group_attributes: dict, feature_attributes: dict
+    folder: Path,
+    columns: dict[str, np.ndarray],
+    *,
+    storage: Storage,
+    compression: Compression,
+    group_attributes: dict,
+    feature_attributes: dict,
 ) -> None:
     """Create the Zarr group `folder` and write every array with its final shape in one go.
 
     The bytes depend on the values alone: Blosc runs single-threaded inside zarr's own threads. Every array is one
-    object; the features' holds inner chunks of 128 rows. A CRC-32C closes each chunk, since Zarr doesn't check chunk
-    data by itself.
+    object; the features' holds inner chunks of `chunk_rows` rows. A CRC-32C closes each chunk, since Zarr doesn't check
+    chunk data by itself.
 
     Args:
         folder: where to create the group; must not exist.
-        columns: an array for each name of FILL_VALUES, in the dtype given there, none of them empty; or no array at
+        columns: an array for each name of `fill_values`, in the dtype given there, none of them empty; or no array at
             all, for a shard without a sample.
+        storage: of the features.
+        compression: of the features.
     """
     limit_threads()
     group = zarr.create_group(folder, zarr_format=3, attributes=group_attributes)
+    expected = fill_values(storage)
     for name, values in columns.items():
-        fill_value = FILL_VALUES[name]
+        fill_value = expected[name]
         assert values.dtype == fill_value.dtype, name
         is_features = name == FEATURES
-        chunk = (FEATURE_CHUNK_ROWS, values.shape[1]) if is_features else values.shape
-        whole = (-(-len(values) // FEATURE_CHUNK_ROWS) * FEATURE_CHUNK_ROWS, values.shape[1]) if is_features else None
+        chunk = (chunk_rows(values), values.shape[1]) if is_features else values.shape
+        whole = (-(-len(values) // chunk[0]) * chunk[0], values.shape[1]) if is_features else None
+        lossless = _FEATURE_CODECS[compression] if is_features else (BloscCodec(typesize=values.itemsize, **_LZ4),)
         array = group.create_array(
             name,
             shape=values.shape,
             dtype=values.dtype,
             chunks=chunk,
             shards=whole,
-            compressors=(
-                BloscCodec(
-                    typesize=values.itemsize,
-                    cname="lz4",
-                    clevel=5,
-                    shuffle="bitshuffle" if is_features else "shuffle",
-                ),
-                Crc32cCodec(),
-            ),
+            compressors=(*lossless, Crc32cCodec()),
             fill_value=fill_value,
             attributes=feature_attributes if is_features else {},
             config={"write_empty_chunks": True},
         )
         array[...] = values
+
+
+def chunk_rows(features: np.ndarray) -> int:
+    """Rows of a chunk: the largest power of two that keeps it within `CHUNK_BYTES`, 1 at least."""
+    return 1 << max(0, (CHUNK_BYTES // features[0].nbytes).bit_length() - 1)
 
 
 def open_array(store: zarr.abc.store.Store, shard: str, name: str) -> zarr.Array:

@@ -15,7 +15,7 @@ def describe(cache: str | Path | CacheStore) -> dict:
     Returns:
         path, complete, shards_committed, shards_planned, samples, samples_planned, samples_quarantined, quarantined
         (shard, sample_id and reason of each), tokens, bytes (stored),
-        bytes_per_token (None without a token), uncompressed_bytes_per_token (of the features), and every field of the
+        bytes_per_token (None without a token), bfloat16_bytes_per_token (of unpacked features), and every field of the
         manifest but `shard_samples`.
 
     Raises:
@@ -42,7 +42,7 @@ def describe(cache: str | Path | CacheStore) -> dict:
         "tokens": tokens,
         "bytes": num_bytes,
         "bytes_per_token": num_bytes / tokens if tokens else None,
-        "uncompressed_bytes_per_token": 2 * manifest.feature_width,
+        "bfloat16_bytes_per_token": 2 * manifest.feature_width,
         **identity,
         "target_layer_ids": list(manifest.target_layer_ids),
     }

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from dflash_lightning.cache.records import dump_record, parse_record
+from dflash_lightning.cache.storage import COMPRESSIONS, STORAGES, Compression, Storage
 from dflash_lightning.cache.store import CacheStore
 from dflash_lightning.errors import CacheError
 
@@ -13,7 +14,6 @@ MANIFEST = "manifest.json"
 # The same bytes once more: without a manifest a cache could neither be read nor repaired.
 MANIFEST_COPY = "manifest.copy.json"
 FORMAT_VERSION = 2
-FEATURE_DTYPE = "bfloat16"
 LAYER_CONVENTION = "0-based decoder layer outputs: layer i is hidden_states[i + 1] of transformers"
 NOT_SET = "nothing"
 PROVENANCE = ("target.name", "target.revision", "source", "code_version")
@@ -47,6 +47,8 @@ class CacheManifest:
         target_layer_ids: tapped decoder layers, K of them, 0-based, in the order of concatenation
             (see `layer_convention`).
         hidden_size: H; a feature row has K * H values.
+        storage: how a feature is stored: as it is, or packed into so many bits (`packing`).
+        compression: what the features are compressed with, without loss.
         generation: how the answers were made (mode, thinking, max_new_tokens, ...); any JSON object.
         capture: the settings of the forward that the features' bits depend on (dtype, device, batch_tokens, ...); any
             JSON object.
@@ -67,7 +69,8 @@ class CacheManifest:
     target_layer_ids: tuple[int, ...]
     layer_convention: str = LAYER_CONVENTION
     hidden_size: int
-    feature_dtype: str = FEATURE_DTYPE
+    storage: Storage
+    compression: Compression
     generation: dict
     capture: dict
     dataset_sha256: str
@@ -83,11 +86,15 @@ class CacheManifest:
             object.__setattr__(self, field, json.loads(json.dumps(getattr(self, field))))
         if self.format_version != FORMAT_VERSION:
             raise CacheError(f"the cache has format version {self.format_version}; this version reads {FORMAT_VERSION}")
-        if self.feature_dtype != FEATURE_DTYPE or self.layer_convention != LAYER_CONVENTION:
-            raise CacheError(
-                f"feature_dtype {self.feature_dtype!r} and layer_convention {self.layer_convention!r} found; "
-                f"expected {FEATURE_DTYPE!r} and {LAYER_CONVENTION!r}"
-            )
+        for field, known in (
+            ("layer_convention", (LAYER_CONVENTION,)),
+            ("storage", STORAGES),
+            ("compression", COMPRESSIONS),
+        ):
+            if getattr(self, field) not in known:
+                raise CacheError(
+                    f"{field} is {getattr(self, field)!r}; this version reads {', '.join(map(repr, known))}"
+                )
         if not self.target_layer_ids or self.hidden_size < 1:
             raise CacheError(
                 f"a cache needs at least one layer and a positive hidden size; target_layer_ids is "

@@ -26,21 +26,24 @@ PACKED_AT_ONCE = 1024
 
 @dataclass(frozen=True)
 class PackedFeatures:
-    """Features [T, F] in few bits; G = groups of 64 channels, the last one filled up.
+    """Features [T, F] in few bits.
 
     Attributes:
-        codes: [T, G * 64 * bits / 8] uint8; the first value of a byte is in its lowest bits.
-        scales: [T, G] uint8, size of each group (`SCALE_STEPS`).
+        rows: [T, `packed_width`] uint8. A row holds the codes of all groups, the first value of a byte in its lowest
+            bits, and then the scale of each group, never 0.
         channels: [2, F] float32, mean and size of each channel.
     """
 
-    codes: Tensor
-    scales: Tensor
+    rows: Tensor
     channels: Tensor
 
 
-def num_groups(width: int) -> int:
-    """Groups that a row of ``width`` values is cut into."""
+def packed_width(width: int, bits: int) -> int:
+    """Bytes of a row of ``width`` values: whole groups of 64 (the last one filled up), and a scale for each."""
+    return _num_groups(width) * (GROUP * bits // 8 + 1)
+
+
+def _num_groups(width: int) -> int:
     return -(-width // GROUP)
 
 
@@ -96,36 +99,36 @@ def pack(features: Tensor, bits: int, num_layers: int, device: torch.device | st
     """
     step = -(-len(features) // FITTED_TOKENS)
     channels = measure_channels(features[::step].to(device), num_layers)
-    rows = [_pack_rows(part.to(device), bits, channels) for part in features.split(PACKED_AT_ONCE)]
-    codes, scales = (torch.cat(parts).cpu() for parts in zip(*rows, strict=True))
-    return PackedFeatures(codes, scales, channels.cpu())
+    rows = [_pack_rows(part.to(device), bits, channels).cpu() for part in features.split(PACKED_AT_ONCE)]
+    return PackedFeatures(torch.cat(rows), channels.cpu())
 
 
-def _pack_rows(features: Tensor, bits: int, channels: Tensor) -> tuple[Tensor, Tensor]:
+def _pack_rows(features: Tensor, bits: int, channels: Tensor) -> Tensor:
     mean, size = channels
     values = (features.float() - mean) / size
-    values = torch.nn.functional.pad(values, (0, num_groups(len(mean)) * GROUP - len(mean)))
+    values = torch.nn.functional.pad(values, (0, _num_groups(len(mean)) * GROUP - len(mean)))
     values = values.unflatten(1, (-1, GROUP)) @ _hadamard().to(values.device)
     sizes = values.pow(2).mean(dim=2).sqrt()
-    scales = (torch.log2(sizes) * SCALE_STEPS + SCALE_ZERO).round().clamp(0, 255).to(torch.uint8)
+    scales = (torch.log2(sizes) * SCALE_STEPS + SCALE_ZERO).round().clamp(1, 255).to(torch.uint8)
     levels = normal_levels(bits).to(values.device)
     codes = torch.bucketize(values / _scale(scales)[..., None], (levels[1:] + levels[:-1]) / 2, out_int32=True)
     places = torch.arange(0, 8, bits, device=values.device, dtype=torch.int32)
     codes = (codes.flatten(1).unflatten(1, (-1, 8 // bits)) << places).sum(dim=2).to(torch.uint8)
-    return codes, scales
+    return torch.cat((codes, scales), dim=1)
 
 
-def unpack(packed: PackedFeatures, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The features [..., F] on the device of ``packed``; the inverse of `pack` up to its rounding.
+def unpack(packed: PackedFeatures) -> Tensor:
+    """The features [..., T, F] bfloat16 on the device of ``packed``; the inverse of `pack` up to its rounding.
 
-    Codes and scales may have any leading dimensions, [..., bytes] and [..., G]; ``channels`` [..., 2, F] must fit them
-    by broadcasting.
+    Rows [..., T, bytes] and channels [..., 2, F] may have any leading dimensions, the same ones.
     """
-    bits = 8 * packed.codes.shape[-1] // (packed.scales.shape[-1] * GROUP)
-    values = _byte_values(bits, packed.codes.device)[packed.codes.int()].flatten(-2).unflatten(-1, (-1, GROUP))
-    values = (values * _scale(packed.scales)[..., None]) @ _hadamard().to(values.device).T
-    mean, size = packed.channels.unbind(dim=-2)
-    return (values.flatten(-2)[..., : mean.shape[-1]] * size + mean).to(dtype)
+    mean, size = packed.channels[..., None, :, :].unbind(dim=-2)
+    groups = _num_groups(mean.shape[-1])
+    codes, scales = packed.rows[..., :-groups], packed.rows[..., -groups:]
+    values = _byte_values(codes.shape[-1] * 8 // (groups * GROUP), codes.device)[codes.int()]
+    values = values.flatten(-2).unflatten(-1, (groups, GROUP)) * _scale(scales)[..., None]
+    values = (values @ _hadamard().to(values.device)).flatten(-2)[..., : mean.shape[-1]]
+    return torch.addcmul(mean, values, size).to(torch.bfloat16)
 
 
 def _scale(scales: Tensor) -> Tensor:

@@ -10,9 +10,17 @@ import numpy as np
 import torch
 import zarr
 
-from dflash_lightning.cache.arrays import FEATURES, FILL_VALUES, data_object, metadata_object, open_array
+from dflash_lightning.cache.arrays import (
+    CHANNELS,
+    FEATURES,
+    data_object,
+    fill_values,
+    metadata_object,
+    open_array,
+)
 from dflash_lightning.cache.location import open_store
 from dflash_lightning.cache.manifest import CacheManifest, TargetIdentity
+from dflash_lightning.cache.packing import PackedFeatures
 from dflash_lightning.cache.samples import Sample
 from dflash_lightning.cache.shards import ShardMarker, damaged, object_fault, shard_name
 from dflash_lightning.cache.store import CacheStore
@@ -25,6 +33,7 @@ MAX_OPEN_SHARDS = 256
 @dataclass(frozen=True)
 class _OpenShard:
     features: zarr.Array
+    channels: torch.Tensor | None
     input_ids: np.ndarray
     loss_mask: np.ndarray
 
@@ -58,6 +67,8 @@ class FeatureCache:
     def __init__(self, cache: str | Path | CacheStore, *, require_complete: bool = True):
         self.store = open_store(cache)
         self.manifest = CacheManifest.load(self.store)
+        self._packed = self.manifest.storage != "bfloat16"
+        self._fill_values = fill_values(self.manifest.storage)
         planned = self.manifest.num_shards
         found = (ShardMarker.load(self.store, shard, self.manifest) for shard in range(planned))
         self._markers = {marker.shard: marker for marker in found if marker is not None}
@@ -112,12 +123,13 @@ class FeatureCache:
         shard, start = int(self.shards[index]), int(self._starts[index])
         rows = slice(start, start + int(self.lengths[index]))
         opened = self._opened(shard)
-        features = self._values(shard, FEATURES, opened.features, rows)
+        features = torch.from_numpy(self._values(shard, FEATURES, opened.features, rows))
+        packed = opened.channels is not None
         return Sample(
             sample_id=self.sample_ids[index],
             input_ids=opened.input_ids[rows].copy(),
             loss_mask=opened.loss_mask[rows].copy(),
-            features=torch.from_numpy(features).view(torch.bfloat16),
+            features=PackedFeatures(features, opened.channels) if packed else features.view(torch.bfloat16),
         )
 
     def check_compatible(
@@ -161,6 +173,7 @@ class FeatureCache:
         if shard not in self._open_shards:
             self._open_shards[shard] = _OpenShard(
                 features=self._open(shard, FEATURES),
+                channels=torch.from_numpy(self._read_whole(shard, CHANNELS)) if self._packed else None,
                 input_ids=self._read_whole(shard, "input_ids"),
                 loss_mask=self._read_whole(shard, "loss_mask"),
             )
@@ -186,6 +199,6 @@ class FeatureCache:
         except ValueError as error:
             raise damaged(self.store, shard, data_object(name), f"its content is damaged ({error})") from error
         # The object may have vanished since its size was checked.
-        if values.flat[0] == FILL_VALUES[name]:
+        if np.array_equal(values.flat[-1], self._fill_values[name], equal_nan=True):
             raise damaged(self.store, shard, data_object(name), "it was removed or emptied after the cache was opened")
         return values

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dflash_lightning.cache.packing import PackedFeatures
 from dflash_lightning.errors import CacheError
 
 # The bits of infinity; without the sign bit, those of every NaN are larger, those of every finite value smaller.
@@ -21,13 +22,13 @@ class Sample:
         input_ids: [T] int32.
         loss_mask: [T] uint8, 1 where the token is supervised (the response), 0 elsewhere.
         features: [T, K*H] torch.bfloat16 on the CPU: the outputs of the tapped layers, concatenated in the manifest's
-            order.
+            order. Read from a packed cache: T packed rows.
     """
 
     sample_id: str
     input_ids: np.ndarray
     loss_mask: np.ndarray
-    features: torch.Tensor
+    features: torch.Tensor | PackedFeatures
 
 
 @dataclass(frozen=True)

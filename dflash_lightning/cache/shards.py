@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 
-from dflash_lightning.cache.arrays import FILL_VALUES, objects_of
+from dflash_lightning.cache.arrays import fill_values, objects_of
 from dflash_lightning.cache.manifest import CacheManifest
 from dflash_lightning.cache.records import dump_record, parse_record
 from dflash_lightning.cache.samples import Quarantined
@@ -85,7 +85,7 @@ class ShardMarker:
                 f"it counts {self.samples} stored samples and {len(self.quarantined)} quarantined ones, the manifest "
                 f"plans {planned}"
             )
-        if self.objects.keys() != objects_of(FILL_VALUES if self.samples else ()):
+        if self.objects.keys() != objects_of(fill_values(manifest.storage) if self.samples else ()):
             return f"it lists the objects {sorted(self.objects)}"
         return None
 

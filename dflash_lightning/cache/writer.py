@@ -3,22 +3,15 @@
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from pathlib import Path
 
-import numpy as np
+import torch
 
-from dflash_lightning.cache.arrays import FEATURES, objects_of, write_arrays
+from dflash_lightning.cache.arrays import objects_of, write_arrays
+from dflash_lightning.cache.columns import feature_attributes, shard_columns
 from dflash_lightning.cache.location import open_store
 from dflash_lightning.cache.manifest import MANIFEST, MANIFEST_COPY, CacheManifest
-from dflash_lightning.cache.samples import (
-    Quarantined,
-    Sample,
-    SampleError,
-    count_anchor_candidates,
-    feature_bits,
-    storable,
-)
+from dflash_lightning.cache.samples import Quarantined, Sample, SampleError, storable
 from dflash_lightning.cache.shards import ShardMarker, StoredObject, shard_name
 from dflash_lightning.cache.store import TEMPORARY_PREFIX, CacheStore
 from dflash_lightning.errors import CacheError
@@ -28,7 +21,11 @@ MAX_LISTED = 20
 
 
 def create_or_join(
-    cache: str | Path | CacheStore, manifest: CacheManifest, *, rank: int = 0, max_quarantined: float = 0.01
+    cache: str | Path | CacheStore,
+    manifest: CacheManifest,
+    *,
+    rank: int = 0,
+    max_quarantined: float = 0.01,
 ) -> "CacheWriter":
     """Open a cache for writing; create it if it isn't there.
 
@@ -84,12 +81,14 @@ class CacheWriter:
     Attributes:
         store: where the cache lies.
         manifest: the manifest of the cache, the plan included.
+        device: where features are packed. The CPU, unless the producer, whose target sits elsewhere, changes it.
     """
 
     def __init__(self, store: CacheStore, manifest: CacheManifest, rank: int, max_quarantined: float):
         self.store = store
         self.manifest = manifest
         self._max_quarantined = max_quarantined
+        self.device = torch.device("cpu")
         self._producer = {
             "host": os.uname().nodename,
             "pid": os.getpid(),
@@ -169,14 +168,16 @@ class CacheWriter:
         if quarantined:
             self.check_quarantined(quarantined)
         self.sweep(shard)
-        columns = _flatten(stored) if stored else {}
+        columns = shard_columns(stored, self.manifest, self.device) if stored else {}
         needed = sum(column.nbytes for column in columns.values())
         with self.store.prepared(shard_name(shard), f"{self._producer['rank']}-{os.getpid()}", needed) as folder:
             write_arrays(
                 folder,
                 columns,
+                storage=self.manifest.storage,
+                compression=self.manifest.compression,
                 group_attributes={"format_version": self.manifest.format_version, "shard": shard},
-                feature_attributes={"feature_dtype": self.manifest.feature_dtype},
+                feature_attributes=feature_attributes(self.manifest),
             )
             objects = _digests(folder)
             if objects.keys() != objects_of(columns):
@@ -219,23 +220,3 @@ def _digests(folder: Path) -> dict[str, StoredObject]:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             found[path.relative_to(folder).as_posix()] = StoredObject(file.tell(), digest)
     return dict(sorted(found.items()))
-
-
-def _flatten(samples: list[Sample]) -> dict[str, np.ndarray]:
-    """The arrays of a shard: token-wise columns one sample after the other, and where each sample begins."""
-    names = [sample.sample_id.encode() for sample in samples]
-    return {
-        FEATURES: np.concatenate([feature_bits(sample.features) for sample in samples]),
-        "input_ids": np.concatenate([sample.input_ids for sample in samples]),
-        "loss_mask": np.concatenate([sample.loss_mask for sample in samples]),
-        "offsets": _offsets(len(sample.input_ids) for sample in samples),
-        "sample_ids": np.frombuffer(b"".join(names), dtype=np.uint8),
-        "sample_id_offsets": _offsets(map(len, names)),
-        "anchor_candidates": np.array(
-            [count_anchor_candidates(sample.loss_mask) for sample in samples], dtype=np.int32
-        ),
-    }
-
-
-def _offsets(lengths: Iterable[int]) -> np.ndarray:
-    return np.array([0, *accumulate(lengths)], dtype=np.int64)
