@@ -93,9 +93,7 @@ def test_massive_values_of_one_token_cost_the_others_nothing():
 def test_constant_channels_come_back():
     features = states(50, 64)
     features[:, 7] = 12.5
-    torch.testing.assert_close(
-        unpack(pack(features, 2, num_layers=3))[:, 7].float(), torch.full((50,), 12.5), atol=4, rtol=0
-    )
+    assert bool((unpack(pack(features, 2, num_layers=3))[:, 7] == 12.5).all())
     alone = torch.full((4, GROUP), 2.5).bfloat16()
     torch.testing.assert_close(unpack(pack(alone, 2, num_layers=1)), alone)
 

@@ -84,8 +84,7 @@ def measure_channels(features: Tensor, num_layers: int) -> Tensor:
     count = usual.sum(dim=0)
     mean = (values * usual).sum(dim=0) / count
     deviation = ((values - mean).pow(2) * usual).sum(dim=0).div(count).sqrt()
-    # A channel that never moves is all in its mean.
-    return torch.stack((mean.flatten(), torch.where(deviation > 0, deviation, 1.0).flatten()))
+    return torch.stack((mean.flatten(), deviation.flatten()))
 
 
 def pack(features: Tensor, bits: int, num_layers: int, device: torch.device | str = "cpu") -> PackedFeatures:
@@ -105,7 +104,8 @@ def pack(features: Tensor, bits: int, num_layers: int, device: torch.device | st
 
 def _pack_rows(features: Tensor, bits: int, channels: Tensor) -> Tensor:
     mean, size = channels
-    values = (features.float() - mean) / size
+    # A channel that never moves is all in its mean.
+    values = torch.where(size > 0, (features.float() - mean) / size, 0.0)
     values = torch.nn.functional.pad(values, (0, _num_groups(len(mean)) * GROUP - len(mean)))
     values = values.unflatten(1, (-1, GROUP)) @ _hadamard().to(values.device)
     sizes = values.pow(2).mean(dim=2).sqrt()
