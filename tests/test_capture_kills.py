@@ -23,8 +23,16 @@ NUM_KILLS = 20
 MARKERS = "shards/*/COMMITTED"
 
 
+def torchrun_environment(rank: int, world: int) -> dict[str, str]:
+    return {"TORCHELASTIC_RUN_ID": "test", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+
+
+def srun_environment(rank: int, world: int) -> dict[str, str]:
+    return {"SLURM_STEP_NUM_TASKS": str(world), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+
+
 class CommandServer:
-    """Starts commands in forks of one process, as torchrun would start them."""
+    """Starts commands in forks of one process."""
 
     def __init__(self):
         program = Path(__file__).parent / "command_server.py"
@@ -38,20 +46,9 @@ class CommandServer:
         self.process.stdin.flush()
         return int(self.process.stdout.readline())
 
-    def launch(self, arguments: list[str], world: int) -> list[int]:
-        """Process ids of a command in `world` processes."""
-        return [
-            self.ask(
-                arguments=arguments,
-                environment={
-                    "TORCHELASTIC_RUN_ID": "test",
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(world),
-                },
-            )
-            for rank in range(world)
-        ]
+    def launch(self, arguments: list[str], world: int, launcher=torchrun_environment) -> list[int]:
+        """Process ids of a command in `world` processes, each with the environment that a launcher gives it."""
+        return [self.ask(arguments=arguments, environment=launcher(rank, world)) for rank in range(world)]
 
     def wait(self, processes: list[int]) -> list[int]:
         """Exit codes; a negative one is the signal that ended the process."""
@@ -130,7 +127,7 @@ def test_killed_at_20_random_moments_with_changing_process_counts(server, argume
     written = {}
     for number in range(NUM_KILLS):
         world = number % 3 + 1
-        processes = server.launch(arguments(cache), world)
+        processes = server.launch(arguments(cache), world, draw.choice([torchrun_environment, srun_environment]))
         wait_for_a_moment(cache, draw)
         kill(processes)
         assert server.wait(processes) == [-signal.SIGKILL] * world, f"kill {number}: a process had ended before"
@@ -146,7 +143,7 @@ def test_killed_at_20_random_moments_with_changing_process_counts(server, argume
         time.sleep(0.001)
     kill(processes[1:2])  # the others go on
     assert server.wait(processes) == [0, -signal.SIGKILL, 0]
-    assert server.wait(server.launch(arguments(cache), 2)) == [0, 0]
+    assert server.wait(server.launch(arguments(cache), 2, srun_environment)) == [0, 0]
     assert written.items() <= markers(cache).items()
     assert_the_same(cache, undisturbed)
 

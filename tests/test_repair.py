@@ -21,7 +21,7 @@ def made(tmp_path_factory, llama_folder):
     folder = tmp_path_factory.mktemp("made")
     shutil.copytree(llama_folder, folder / "target")
     write_texts(folder / "data", folder / "target", random_texts(18))
-    run(capture_arguments(folder / "target", folder / "data", folder / "cache"))
+    run(capture_arguments(folder / "target", folder / "data", folder / "cache", "--storage", "4bit"))
     return folder
 
 
@@ -95,18 +95,8 @@ def test_a_target_and_data_that_moved_are_named(made, cache, tmp_path):
         with pytest.raises(DataError, match="holds no prepared data"):
             run(["cache", "verify", str(cache), "--repair"])
         assert len(verify(cache)) == 1
-        run(
-            [
-                "cache",
-                "verify",
-                str(cache),
-                "--repair",
-                "--target",
-                str(moved / "target"),
-                "--data",
-                str(moved / "data"),
-            ]
-        )
+        places = ["--target", str(moved / "target"), "--data", str(moved / "data")]
+        run(["cache", "verify", str(cache), "--repair", *places])
     finally:
         os.rename(made / "gone", made / "data")
     assert stored_files(cache) == stored_files(made / "cache")
