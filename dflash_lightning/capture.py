@@ -7,7 +7,6 @@ leader of a group of processes that hold one large target together.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -24,8 +23,9 @@ from dflash_lightning.cache import (
     create_or_join,
     open_store,
 )
+from dflash_lightning.cache.space import check_space
 from dflash_lightning.cache.storage import Compression, Storage
-from dflash_lightning.capture_job import CaptureJob, plan_capture
+from dflash_lightning.capture_job import CaptureJob, plan_capture, stored_tokens
 from dflash_lightning.distributed import leaders_value
 from dflash_lightning.errors import ConfigError
 from dflash_lightning.features import compute_features
@@ -168,6 +168,8 @@ def capture(
     )
     store = open_store(cache, object_store)
     writer = create_or_join(store, job.manifest, rank=job.place.rank, max_quarantined=max_quarantined)
+    missing = [i for i in range(job.manifest.num_shards) if not writer.is_committed(i)]
+    check_space(store, job.manifest, sum(stored_tokens(sample) for i in missing for sample in job.members(i)))
     write_missing_shards(job, writer)
 
 
@@ -191,8 +193,7 @@ def write_missing_shards(job: CaptureJob, writer: CacheWriter) -> None:
             local_rank=job.place.local_rank,
         )
         writer.device = model.device
-        ends = list(accumulate(manifest.shard_samples))
-        members = {shard: job.samples[ends[shard] - manifest.shard_samples[shard] : ends[shard]] for shard in mine}
+        members = {shard: job.members(shard) for shard in mine}
         computed = (capture_samples(model, members[shard], manifest.target_layer_ids, batch_tokens) for shard in mine)
         if group.leads:
             total = sum(map(len, members.values()))

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -35,6 +37,14 @@ class CaptureJob:
     placement: Placement
     place: Place
     group: Group
+
+    def members(self, shard: int) -> list[PreparedSample]:
+        """The samples that are planned for a shard."""
+        return self.samples[self._bounds[shard] : self._bounds[shard + 1]]
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        return [0, *accumulate(self.manifest.shard_samples)]
 
 
 def plan_capture(
@@ -108,6 +118,11 @@ def plan_capture(
     )
     group = form_groups(place, placement.tensor_parallel_size)
     return CaptureJob(target, manifest, samples, placement, place, group)
+
+
+def stored_tokens(sample: PreparedSample) -> int:
+    """Tokens of a sample that a cache stores: those up to the last supervised one."""
+    return max((i + 1 for i, supervised in enumerate(sample.loss_mask) if supervised), default=0)
 
 
 def plan_shards(samples: Sequence[PreparedSample], shard_tokens: int) -> list[range]:

@@ -27,6 +27,7 @@ COMMANDS = {
     ),
     "generate": ("dflash_lightning.generate:generate", "answer one prompt, accepted spans in colour"),
     "export": ("dflash_lightning.export:export", "checkpoint -> folders that servers load"),
+    "cache plan": ("dflash_lightning.cache_plan:plan", "what a capture would take, before anything is written"),
     "cache info": ("dflash_lightning.cache_commands:info", "what a cache holds"),
     "cache verify": ("dflash_lightning.cache_commands:verify", "compare every object of a cache with its checksum"),
 }

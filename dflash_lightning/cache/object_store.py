@@ -139,6 +139,9 @@ class ObjectStorage(CacheStore):
             found = obstore.list_with_delimiter(self._client)
         return sorted([*found["common_prefixes"], *(entry["path"] for entry in found["objects"])])
 
+    def free_bytes(self) -> None:
+        return None
+
     @contextmanager
     def prepared(self, folder: str, owner: str, needed: int) -> Iterator[Path]:
         with (

@@ -64,6 +64,10 @@ class CacheStore(ABC):
         """Names of what lies directly in the cache, sorted."""
 
     @abstractmethod
+    def free_bytes(self) -> int | None:
+        """Space for what is still to be written; None if nothing is known of a limit."""
+
+    @abstractmethod
     def prepared(self, folder: str, owner: str, needed: int) -> AbstractContextManager[Path]:
         """A new path on a local disk at which the caller makes `folder`; what is there at the end is removed.
 
@@ -155,6 +159,10 @@ class LocalFolder(CacheStore):
 
     def entries(self) -> list[str]:
         return sorted(entry.name for entry in self.path.iterdir())
+
+    def free_bytes(self) -> int:
+        existing = next(folder for folder in (self.path.absolute(), *self.path.absolute().parents) if folder.exists())
+        return shutil.disk_usage(existing).free
 
     @contextmanager
     def prepared(self, folder: str, owner: str, needed: int) -> Iterator[Path]:
