@@ -8,7 +8,7 @@ import torch
 from cache_helpers import HIDDEN, LAYERS, SHARD_SAMPLES, make_manifest, make_sample, shard_samples
 
 from datamodules.feature_cache import collate
-from dflash_lightning.cache import FeatureCache, create_or_join
+from dflash_lightning.cache import FeatureCache, arrays, create_or_join
 from dflash_lightning.cache.packing import GROUP, normal_levels, pack, packed_width, unpack
 from dflash_lightning.cache.storage import STORAGES, packed_bits
 from dflash_lightning.module import context_features
@@ -120,3 +120,10 @@ def test_a_cache_of_any_storage_reaches_the_module(storage, tmp_path):
             expected = unpack(pack(together, bits, len(LAYERS)))[first : first + len(given)]
         assert torch.equal(features[row, : len(given)], expected)
         assert features.shape[2] == len(LAYERS) * HIDDEN
+
+
+def test_chunks_are_even_and_small(monkeypatch):
+    monkeypatch.setattr(arrays, "CHUNK_BYTES", 1000)
+    for rows, expected in ((7, 7), (10, 10), (11, 6), (20, 10), (21, 7), (1, 1)):
+        assert arrays.chunk_rows(np.zeros((rows, 100), dtype=np.uint8)) == expected
+    assert arrays.chunk_rows(np.zeros((3, 4000), dtype=np.uint8)) == 1

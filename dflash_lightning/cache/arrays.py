@@ -12,7 +12,7 @@ from dflash_lightning.cache.storage import Compression, Storage, packed_bits
 
 FEATURES = "features"
 CHANNELS = "channels"
-# A chunk of features is the least that is read and the most that is compressed at once: as many rows as fit.
+# A chunk of features is the least that is read and the most that is compressed at once.
 CHUNK_BYTES = 1 << 20
 # Zarr returns fill values for a missing object and for an empty one, without a word. None of these can be the last
 # stored value (0xFFFF is a bfloat16 NaN, 255 is never in UTF-8, a packed row ends with a scale), so a reader can tell.
@@ -105,8 +105,10 @@ def write_arrays(
 
 
 def chunk_rows(features: np.ndarray) -> int:
-    """Rows of a chunk: the largest power of two that keeps it within `CHUNK_BYTES`, 1 at least."""
-    return 1 << max(0, (CHUNK_BYTES // features[0].nbytes).bit_length() - 1)
+    """Rows of a chunk: the rows are cut evenly, as the last chunk is stored as large as the others."""
+    most = max(1, CHUNK_BYTES // features[0].nbytes)
+    chunks = -(-len(features) // most)
+    return -(-len(features) // chunks)
 
 
 def open_array(store: zarr.abc.store.Store, shard: str, name: str) -> zarr.Array:
