@@ -21,10 +21,12 @@ from dflash_lightning.cache import (
     open_store,
     verify,
 )
+from dflash_lightning.cache.packing import unpack
 from dflash_lightning.cache.records import dump_record
 from dflash_lightning.errors import CacheError
 
 FORMAT_PAGE = Path(__file__).parent.parent / "docs" / "cache-format.md"
+SNIPPETS = re.findall(r"```python\n(.*?)```", FORMAT_PAGE.read_text(), flags=re.DOTALL)
 NUM_SAMPLES = sum(SHARD_SAMPLES)
 
 
@@ -89,7 +91,7 @@ def test_read_samples_belong_to_the_caller(cache_folder):
 
 
 def test_documented_snippet_reads_the_cache(cache_folder, tmp_path, monkeypatch, capsys):
-    (snippet,) = re.findall(r"```python\n(.*?)```", FORMAT_PAGE.read_text(), flags=re.DOTALL)
+    snippet, _ = SNIPPETS
     assert len([line for line in snippet.splitlines() if line.strip()]) <= 10
     (tmp_path / "CACHE").symlink_to(cache_folder)
     monkeypatch.chdir(tmp_path)
@@ -100,6 +102,21 @@ def test_documented_snippet_reads_the_cache(cache_folder, tmp_path, monkeypatch,
     assert [i for i in range(NUM_SAMPLES) if f"prüfung-{i} " in printed] == list(range(NUM_SAMPLES))
     last = make_sample(NUM_SAMPLES - 1)
     assert str(last.features.float().mean().item()) in printed
+
+
+@pytest.mark.parametrize("storage", ["8bit", "4bit", "2bit", "1bit"])
+def test_documented_snippet_unpacks(storage, tmp_path, monkeypatch):
+    writer = create_or_join(tmp_path / "CACHE", make_manifest(storage=storage, compression="zstd"))
+    for shard in range(len(SHARD_SAMPLES)):
+        writer.write_shard(shard, shard_samples(shard))
+    _, snippet = SNIPPETS
+    assert len([line for line in snippet.splitlines() if line.strip()]) <= 10
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(compile(snippet, str(FORMAT_PAGE), "exec"), names)
+    cache = FeatureCache(tmp_path / "CACHE")
+    ours = torch.cat([unpack(cache.read(i).features) for i in range(SHARD_SAMPLES[0])])
+    np.testing.assert_allclose(names["features"], ours.float().numpy(), rtol=2**-8, atol=1e-5)
 
 
 def test_layout_is_the_documented_one(cache_folder):
@@ -115,7 +132,8 @@ def test_layout_is_the_documented_one(cache_folder):
     expected = {"cname": "lz4", "shuffle": "bitshuffle", "typesize": 2}
     assert {key: blosc["configuration"][key] for key in expected} == expected
     assert checksum["name"] == "crc32c"
-    documented = set(re.findall(r"^ +(\w+)/ +zarr\.json +(c/[0/]+)$", FORMAT_PAGE.read_text(), flags=re.MULTILINE))
+    documented = set(re.findall(r"^ +(\w+)/ +zarr\.json +(c/[0/]+)\b.*$", FORMAT_PAGE.read_text(), flags=re.MULTILINE))
+    documented -= {("channels", "c/0/0")}  # packed features only
     names = {f"{name}/{file}" for name, data in documented for file in ("zarr.json", data)} | {"zarr.json", "COMMITTED"}
     assert {file.relative_to(shard).as_posix() for file in shard.rglob("*") if file.is_file()} == names
 
