@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from datamodules.plan import EpochPlanner, SampleSizes
 from datamodules.sampler import MicroBatch, StepSampler, ValidationSampler
 from dflash_lightning.blocks import sample_anchors
-from dflash_lightning.cache import FeatureCache, ObjectStoreSettings, Sample, open_store
+from dflash_lightning.cache import FeatureCache, ObjectStoreSettings, Sample, StagingSettings, open_store
 from dflash_lightning.cache.packing import PackedFeatures
 from dflash_lightning.errors import ConfigError
 from dflash_lightning.module import ContextBatch
@@ -137,6 +137,7 @@ class FeatureCacheDataModule(L.LightningDataModule):
         shard_window: int | None = None,
         seed: int = 0,
         object_store: ObjectStoreSettings | None = None,
+        staging: StagingSettings | None = None,
     ):
         """
         Args:
@@ -150,6 +151,8 @@ class FeatureCacheDataModule(L.LightningDataModule):
                 machine keeps at hand; all shards where it isn't given.
             seed: of sample order and anchors.
             object_store: how to reach a cache that is a URL.
+            staging: where this machine keeps copies of the shards of a remote cache. Default: nowhere; samples are
+                read over the network.
         """
         super().__init__()
         limits = {"batch_tokens": batch_tokens, "num_anchors": num_anchors, "shard_window": shard_window}
@@ -158,7 +161,7 @@ class FeatureCacheDataModule(L.LightningDataModule):
                 raise ConfigError(f"data.{name} is {value}; expected at least 1.")
         if not 0 <= validation_fraction < 1:
             raise ConfigError(f"data.validation_fraction is {validation_fraction}; expected 0 to below 1.")
-        self.store = open_store(cache, object_store)
+        self.store, self.staging = open_store(cache, object_store), staging
         self.batch_tokens, self.num_anchors = batch_tokens, num_anchors
         self.validation_fraction, self.num_workers, self.seed = validation_fraction, num_workers, seed
         self.shard_window = shard_window
@@ -170,7 +173,7 @@ class FeatureCacheDataModule(L.LightningDataModule):
                 "trainer.use_distributed_sampler is true, so that Lightning would put its own sampler in the place of "
                 "ours; set it to false."
             )
-        self.cache = FeatureCache(self.store)
+        self.cache = FeatureCache(self.store, staging=self.staging)
         drafter = self.trainer.lightning_module.drafter_config
         self.cache.check_compatible(
             self.trainer.lightning_module.target_identity, drafter.target_layer_ids, drafter.hidden_size

@@ -181,8 +181,7 @@ def write_missing_shards(job: CaptureJob, writer: CacheWriter) -> None:
     """
     manifest, group = job.manifest, job.group
     dtype, batch_tokens = getattr(torch, manifest.capture["dtype"]), manifest.capture["batch_tokens"]
-    mine = [i for i in range(group.number, manifest.num_shards, group.count) if not writer.is_committed(i)]
-    mine = leaders_value(mine)
+    mine = leaders_value(sorted(set(range(group.number, manifest.num_shards, group.count)) - writer.committed()))
     name = f"writer {group.number + 1} of {group.count}"
     if mine:
         model = load_first_layers(
@@ -214,10 +213,9 @@ def write_missing_shards(job: CaptureJob, writer: CacheWriter) -> None:
 
 
 def _report(writer: CacheWriter, done: str) -> None:
-    num_shards = writer.manifest.num_shards
-    committed = sum(writer.is_committed(i) for i in range(num_shards))
-    quarantined = writer.quarantined()
-    say(f"{done}; {committed} of {num_shards} shards are committed, {len(quarantined)} samples quarantined")
+    committed, quarantined = len(writer.committed()), writer.quarantined()
+    counted = f"{committed} of {writer.manifest.num_shards} shards are committed"
+    say(f"{done}; {counted}, {len(quarantined)} samples quarantined")
     for sample in quarantined[:MAX_SHOWN]:
         say(f"  {sample}")
     if len(quarantined) > MAX_SHOWN:

@@ -67,6 +67,12 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _credentials():
+    # Of nobody: the S3 server on loopback wants signed requests. Processes that the tests start inherit them.
+    os.environ |= {"AWS_ACCESS_KEY_ID": "tests", "AWS_SECRET_ACCESS_KEY": "tests"}
+
+
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory) -> Path:
     """Tiny random Llama with a tied head."""

@@ -13,6 +13,7 @@ from dflash_lightning.cache.manifest import CacheManifest, TargetIdentity
 from dflash_lightning.cache.object_store import ObjectStoreSettings
 from dflash_lightning.cache.reader import FeatureCache
 from dflash_lightning.cache.samples import Quarantined, Sample, count_anchor_candidates
+from dflash_lightning.cache.staging import StagingSettings
 from dflash_lightning.cache.store import CacheStore
 from dflash_lightning.cache.verify import Fault, restore_manifest, verify
 from dflash_lightning.cache.writer import CacheWriter, create_or_join
@@ -27,6 +28,7 @@ __all__ = [
     "ObjectStoreSettings",
     "Quarantined",
     "Sample",
+    "StagingSettings",
     "TargetIdentity",
     "count_anchor_candidates",
     "create_or_join",

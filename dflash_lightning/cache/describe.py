@@ -5,7 +5,7 @@ from pathlib import Path
 
 from dflash_lightning.cache.location import open_store
 from dflash_lightning.cache.manifest import CacheManifest
-from dflash_lightning.cache.shards import ShardMarker
+from dflash_lightning.cache.shards import load_markers
 from dflash_lightning.cache.store import CacheStore
 
 
@@ -23,7 +23,7 @@ def describe(cache: str | Path | CacheStore) -> dict:
     """
     store = open_store(cache)
     manifest = CacheManifest.load(store)
-    found = (ShardMarker.load(store, shard, manifest) for shard in range(manifest.num_shards))
+    found = load_markers(store, range(manifest.num_shards), manifest)
     markers = [marker for marker in found if marker is not None]
     tokens = sum(marker.rows for marker in markers)
     num_bytes = sum(marker.num_bytes for marker in markers)

@@ -5,6 +5,7 @@ from urllib.parse import unquote, urlsplit
 
 from dflash_lightning.cache.object_store import ObjectStorage, ObjectStoreSettings
 from dflash_lightning.cache.store import CacheStore, LocalFolder
+from dflash_lightning.errors import CacheError
 
 
 def open_store(cache: str | Path | CacheStore, settings: ObjectStoreSettings | None = None) -> CacheStore:
@@ -22,4 +23,8 @@ def open_store(cache: str | Path | CacheStore, settings: ObjectStoreSettings | N
     if isinstance(cache, Path) or "://" not in cache:
         return LocalFolder(cache)
     parts = urlsplit(cache)
-    return LocalFolder(unquote(parts.path)) if parts.scheme == "file" else ObjectStorage(cache, settings)
+    if parts.scheme == "file":
+        return LocalFolder(unquote(parts.path))
+    if parts.scheme == "memory":
+        raise CacheError(f"{cache} can't be used: it would be gone with this process")
+    return ObjectStorage(cache, settings)

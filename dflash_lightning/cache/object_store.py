@@ -1,27 +1,34 @@
 """A cache in an object store: S3, Google Cloud Storage, Azure or, for reading only, any HTTP server."""
 
-import hashlib
 import os
-import tempfile
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 import obstore
 import zarr.storage
 from obstore.exceptions import AlreadyExistsError, BaseError
-from obstore.store import from_url
+from obstore.store import HTTPStore, from_url
 
-from dflash_lightning.cache.store import MARKER, CacheStore, space_needed
+from dflash_lightning.cache.scratch import scratch_folder
+from dflash_lightning.cache.store import MARKER, CacheStore, files_below, space_needed
 from dflash_lightning.errors import CacheError, ConfigError
 
-# An object is downloaded in parts of this size: each is one request with its own timeout and retries.
-PART_BYTES = 16 * 2**20
-# Requests of one process at a time.
-CONCURRENCY = 8
+T = TypeVar("T")
+
+# An object travels in parts of this size: each is one request with its own timeout and retries.
+PART_BYTES = 8 * 2**20
+PARTS_AHEAD = 8
+# What obstore says when the network failed, not the server.
+BROKEN_CONNECTION = "HTTP error: "
+LONGEST_PAUSE = 15.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,7 @@ class ObjectStorage(CacheStore):
     def __init__(self, url: str, settings: ObjectStoreSettings | None = None):
         self.location = url.rstrip("/")
         self.settings = settings or ObjectStoreSettings()
+        self.concurrency = 8
         self._client = self._connect()
 
     def _connect(self):
@@ -89,7 +97,7 @@ class ObjectStorage(CacheStore):
                 retry_config={"max_retries": settings.retries},
             )
         except (BaseError, ValueError) as error:
-            raise CacheError(f"{self.location} can't be used as an object store: {error}") from error
+            raise CacheError(f"{self.location} can't be used as an object store: {_reason(error)}") from error
 
     def __getstate__(self) -> dict:
         return {"location": self.location, "settings": self.settings}
@@ -98,45 +106,48 @@ class ObjectStorage(CacheStore):
         self.__init__(state["location"], state["settings"])
 
     def make(self) -> None:
-        """Nothing to make: the bucket must exist."""
+        """Nothing to make: the bucket must exist. A plain HTTP server is refused: it can't create conditionally."""
+        if isinstance(self._client, HTTPStore):
+            raise CacheError(
+                f"{self.location} is a plain HTTP server, for reading only; write to s3://, gs:// or az://"
+            )
 
     def read(self, name: str) -> bytes:
-        with self._named(name):
+        with self.naming(name):
             return bytes(obstore.get(self._client, name).bytes())
 
     def replace(self, name: str, data: bytes) -> None:
-        with self._named(name):
+        with self.naming(name):
             obstore.put(self._client, name, data)
 
     def create(self, name: str, data: bytes) -> bool:
         try:
-            with self._named(name):
-                obstore.put(self._client, name, data, mode="create")
+            self._repeated(name, lambda: obstore.put(self._client, name, data, mode="create"))
         except AlreadyExistsError:
             # Also the answer to a repeated request whose first try had arrived.
             return self.read(name) == data
         return True
 
     def size(self, name: str) -> int:
-        with self._named(name):
+        with self.naming(name):
             return obstore.head(self._client, name)["size"]
 
-    def sha256(self, name: str) -> str:
-        digest = hashlib.sha256()
-        for part in self.parts(name, self.size(name)):
-            digest.update(part)
-        return digest.hexdigest()
-
     def parts(self, name: str, size: int) -> Iterator[memoryview]:
-        """The content of an object of `size` bytes, piece by piece; each piece is one request with its own retries."""
-        for start in range(0, size, PART_BYTES):
-            with self._named(name):
-                part = obstore.get_range(self._client, name, start=start, end=min(start + PART_BYTES, size))
-            yield memoryview(part)
+        def part(start: int) -> memoryview:
+            with self.naming(name):
+                return memoryview(obstore.get_range(self._client, name, start=start, end=min(start + PART_BYTES, size)))
+
+        with ThreadPoolExecutor(PARTS_AHEAD) as pool:
+            coming: deque[Future[memoryview]] = deque()
+            for start in range(0, size, PART_BYTES):
+                coming.append(pool.submit(part, start))
+                if len(coming) == PARTS_AHEAD:
+                    yield coming.popleft().result()
+            while coming:
+                yield coming.popleft().result()
 
     def entries(self) -> list[str]:
-        with self._named(""):
-            found = obstore.list_with_delimiter(self._client)
+        found = self._repeated("", lambda: obstore.list_with_delimiter(self._client))
         return sorted([*found["common_prefixes"], *(entry["path"] for entry in found["objects"])])
 
     def free_bytes(self) -> None:
@@ -144,43 +155,36 @@ class ObjectStorage(CacheStore):
 
     @contextmanager
     def prepared(self, folder: str, owner: str, needed: int) -> Iterator[Path]:
-        with (
-            space_needed(self.settings.scratch or Path(tempfile.gettempdir()), needed),
-            tempfile.TemporaryDirectory(
-                prefix="dflash-", suffix=f"-{owner}", dir=self.settings.scratch, ignore_cleanup_errors=True
-            ) as scratch,
-        ):
-            yield Path(scratch, os.path.basename(folder))
+        with scratch_folder(self.settings.scratch, owner) as scratch, space_needed(scratch, needed):
+            yield scratch / PurePosixPath(folder).name
 
     def commit(self, prepared: Path, folder: str, marker: bytes) -> None:
-        files = {path.relative_to(prepared).as_posix(): path for path in sorted(prepared.rglob("*")) if path.is_file()}
+        files = {f"{folder}/{path.relative_to(prepared).as_posix()}": path for path in files_below(prepared)}
 
         def upload(name: str) -> None:
-            with self._named(f"{folder}/{name}"):
-                obstore.put(self._client, f"{folder}/{name}", files[name], max_concurrency=CONCURRENCY)
+            with self.naming(name):
+                obstore.put(self._client, name, files[name], chunk_size=PART_BYTES, max_concurrency=PARTS_AHEAD)
 
-        with ThreadPoolExecutor(CONCURRENCY) as pool:
+        with ThreadPoolExecutor(self.concurrency) as pool:
             list(pool.map(upload, files))
-        expected = {f"{folder}/{name}": path.stat().st_size for name, path in files.items()}
-        if self._listed(folder) != expected or not self.create(f"{folder}/{MARKER}", marker):
+        if self._listed(folder) != {name: path.stat().st_size for name, path in files.items()}:
+            raise self.contested(folder)
+        if not self.create(f"{folder}/{MARKER}", marker):
             raise self.contested(folder)
 
     def sweep(self, folder: str) -> list[str]:
         found = sorted(self._listed(folder))
         if not found or f"{folder}/{MARKER}" in found:
             return []
-        with self._named(folder):
-            obstore.delete(self._client, found)
+        self._delete(folder, found)
         return found
 
     def remove(self, folder: str) -> None:
-        found = self._listed(folder)
-        marker = f"{folder}/{MARKER}"
-        with self._named(folder):
-            if found.pop(marker, None) is not None:
-                obstore.delete(self._client, marker)
-            if found:
-                obstore.delete(self._client, list(found))
+        found, marker = self._listed(folder), f"{folder}/{MARKER}"
+        if found.pop(marker, None) is not None:
+            self._delete(folder, [marker])
+        if found:
+            self._delete(folder, list(found))
 
     def sweep_unfinished(self, name: str) -> None:
         """Nothing to sweep: an object appears whole or not at all."""
@@ -188,25 +192,52 @@ class ObjectStorage(CacheStore):
     def zarr_store(self) -> zarr.storage.ObjectStore:
         return zarr.storage.ObjectStore(self._client, read_only=True)
 
-    def _listed(self, folder: str) -> dict[str, int]:
-        """Size of every object below `folder`."""
-        with self._named(folder):
-            return {entry["path"]: entry["size"] for batch in obstore.list(self._client, folder) for entry in batch}
-
     @contextmanager
-    def _named(self, name: str) -> Iterator[None]:
-        """Make a refusal or failure of the store a CacheError with URL and object.
-
-        "Not found" (FileNotFoundError) and "exists already" (AlreadyExistsError) stay what they are.
-        """
+    def naming(self, name: str) -> Iterator[None]:
+        _refuse_after_fork(self.location)
         try:
             yield
         except AlreadyExistsError:
             raise
         except BaseError as error:
-            raise self.unreachable(name, error) from error
+            raise CacheError(f"{self.location}/{name}: the object store failed: {_reason(error)}") from error
 
-    def unreachable(self, name: str, error: Exception) -> CacheError:
-        """The error for an object that the store doesn't give or take."""
-        reason = str(error).split("\n\nDebug source:")[0].strip()
-        return CacheError(f"{self.location}/{name}: the object store failed ({type(error).__name__}: {reason})")
+    def _delete(self, folder: str, names: list[str]) -> None:
+        self._repeated(folder, lambda: obstore.delete(self._client, names))
+
+    def _listed(self, folder: str) -> dict[str, int]:
+        """Size of every object below `folder`."""
+        batches = self._repeated(folder, lambda: list(obstore.list(self._client, folder)))
+        return {entry["path"]: entry["size"] for batch in batches for entry in batch}
+
+    def _repeated(self, name: str, request: Callable[[], T]) -> T:
+        """Do what obstore's own retries leave out: conditional writes and the bodies of listings, cut on the wire."""
+        for attempt in range(self.settings.retries):
+            try:
+                with self.naming(name):
+                    return request()
+            except CacheError as error:
+                if BROKEN_CONNECTION not in str(error):
+                    raise
+                time.sleep(random.uniform(0.5, 1) * min(0.1 * 2**attempt, LONGEST_PAUSE))
+        with self.naming(name):
+            return request()
+
+
+def _reason(error: Exception) -> str:
+    """What obstore says, without the same once more as Rust prints it."""
+    return " ".join(str(error).split("\n\nDebug source:")[0].split())
+
+
+# The process in which obstore's threads run. A fork has the module, but not the threads: each call would wait for ever.
+_process: int | None = None
+
+
+def _refuse_after_fork(location: str) -> None:
+    global _process
+    _process = _process or os.getpid()
+    if _process != os.getpid():
+        raise CacheError(
+            f"{location}: this process was forked from one that had used an object store, which can't work. Start "
+            "worker processes by forkserver or spawn."
+        )

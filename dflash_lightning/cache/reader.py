@@ -2,9 +2,12 @@
 
 import os
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +25,9 @@ from dflash_lightning.cache.location import open_store
 from dflash_lightning.cache.manifest import CacheManifest, TargetIdentity
 from dflash_lightning.cache.packing import PackedFeatures
 from dflash_lightning.cache.samples import Sample
-from dflash_lightning.cache.shards import ShardMarker, damaged, object_fault, shard_name
-from dflash_lightning.cache.store import CacheStore
+from dflash_lightning.cache.shards import damaged, load_markers, object_fault, shard_name
+from dflash_lightning.cache.staging import StagingArea, StagingSettings
+from dflash_lightning.cache.store import CacheStore, LocalFolder
 from dflash_lightning.errors import CacheError
 
 # A bound on memory: an open shard holds its token ids and mask (5 bytes a token); to open one takes milliseconds.
@@ -38,6 +42,11 @@ class _OpenShard:
     loss_mask: np.ndarray
 
 
+class _Place(NamedTuple):
+    store: CacheStore
+    folder: str
+
+
 class FeatureCache:
     """A read-only view of the committed shards, safe to hand to data workers (fork, forkserver, spawn).
 
@@ -48,6 +57,7 @@ class FeatureCache:
     Args:
         cache: path, URL or store of the cache.
         require_complete: refuse a cache whose capture isn't finished. If False, only the committed samples are there.
+        staging: where to keep copies of whole shards on this machine; without it, samples are read from the store.
 
     Attributes:
         store: where the cache lies.
@@ -64,13 +74,20 @@ class FeatureCache:
         CacheError: no cache there, another format, incomplete or empty, or an index object is missing or damaged.
     """
 
-    def __init__(self, cache: str | Path | CacheStore, *, require_complete: bool = True):
+    def __init__(
+        self,
+        cache: str | Path | CacheStore,
+        *,
+        require_complete: bool = True,
+        staging: StagingSettings | None = None,
+    ):
         self.store = open_store(cache)
+        self._staging = StagingArea(staging) if staging else None
         self.manifest = CacheManifest.load(self.store)
         self._packed = self.manifest.storage != "bfloat16"
         self._fill_values = fill_values(self.manifest.storage)
         planned = self.manifest.num_shards
-        found = (ShardMarker.load(self.store, shard, self.manifest) for shard in range(planned))
+        found = load_markers(self.store, range(planned), self.manifest)
         self._markers = {marker.shard: marker for marker in found if marker is not None}
         self.complete = len(self._markers) == planned
         if (require_complete and not self.complete) or not self._markers:
@@ -91,13 +108,14 @@ class FeatureCache:
         for shard, marker in self._markers.items():
             if not marker.samples:
                 continue
-            offsets = self._read_whole(shard, "offsets")
-            names = self._read_whole(shard, "sample_ids").tobytes()
-            bounds = self._read_whole(shard, "sample_id_offsets").tolist()
+            place = _Place(self.store, shard_name(shard))
+            offsets = self._read_whole(shard, "offsets", place)
+            names = self._read_whole(shard, "sample_ids", place).tobytes()
+            bounds = self._read_whole(shard, "sample_id_offsets", place).tolist()
             self.sample_ids += [names[a:b].decode() for a, b in pairwise(bounds)]
             starts.append(offsets[:-1])
             lengths.append(np.diff(offsets))
-            candidates.append(self._read_whole(shard, "anchor_candidates"))
+            candidates.append(self._read_whole(shard, "anchor_candidates", place))
             shards.append(np.full(marker.samples, shard, dtype=np.int32))
         self._starts = np.concatenate(starts)
         self.shards = np.concatenate(shards)
@@ -122,8 +140,9 @@ class FeatureCache:
             raise IndexError(f"sample {index} of a cache with {len(self)} samples")
         shard, start = int(self.shards[index]), int(self._starts[index])
         rows = slice(start, start + int(self.lengths[index]))
-        opened = self._opened(shard)
-        features = torch.from_numpy(self._values(shard, FEATURES, opened.features, rows))
+        with self._place(shard) as place:
+            opened = self._opened(shard, place)
+            features = torch.from_numpy(self._values(shard, FEATURES, place, opened.features, rows))
         packed = opened.channels is not None
         return Sample(
             sample_id=self.sample_ids[index],
@@ -166,39 +185,62 @@ class FeatureCache:
                 + "\nUse the target and the layers that the cache was made with, or capture a new cache."
             )
 
-    def _opened(self, shard: int) -> _OpenShard:
+    @contextmanager
+    def _place(self, shard: int) -> Iterator[_Place]:
+        """Where to read a shard from: the cache itself, or a copy, which stays as long as the block runs."""
+        if self._staging is None:
+            yield _Place(self.store, shard_name(shard))
+        else:
+            with self._staging.pinned(self.store, self._markers[shard]) as copy:
+                yield _Place(LocalFolder(copy.parent), copy.name)
+
+    def _opened(self, shard: int, place: _Place) -> _OpenShard:
         if self._process != os.getpid():
             self._open_shards.clear()
             self._process = os.getpid()
         if shard not in self._open_shards:
             self._open_shards[shard] = _OpenShard(
-                features=self._open(shard, FEATURES),
-                channels=torch.from_numpy(self._read_whole(shard, CHANNELS)) if self._packed else None,
-                input_ids=self._read_whole(shard, "input_ids"),
-                loss_mask=self._read_whole(shard, "loss_mask"),
+                features=self._open(shard, FEATURES, place),
+                channels=torch.from_numpy(self._read_whole(shard, CHANNELS, place)) if self._packed else None,
+                input_ids=self._read_whole(shard, "input_ids", place),
+                loss_mask=self._read_whole(shard, "loss_mask", place),
             )
             if len(self._open_shards) > MAX_OPEN_SHARDS:
                 self._open_shards.popitem(last=False)
         self._open_shards.move_to_end(shard)
         return self._open_shards[shard]
 
-    def _open(self, shard: int, name: str) -> zarr.Array:
+    def _open(self, shard: int, name: str, place: _Place) -> zarr.Array:
         # Zarr keeps no checksum of its metadata; they are small, so their digest is checked here.
         for stored, digest in ((metadata_object(name), True), (data_object(name), False)):
-            fault = object_fault(self.store, self._markers[shard], stored, digest)
+            expected = self._markers[shard].objects[stored]
+            fault = object_fault(place.store, f"{place.folder}/{stored}", expected, digest)
             if fault:
-                raise damaged(self.store, shard, stored, fault)
-        return open_array(self.store.zarr_store(), shard_name(shard), name)
+                raise self._damaged(shard, stored, place, fault)
+        with place.store.naming(f"{place.folder}/{metadata_object(name)}"):
+            return open_array(place.store.zarr_store(), place.folder, name)
 
-    def _read_whole(self, shard: int, name: str) -> np.ndarray:
-        return self._values(shard, name, self._open(shard, name), slice(None))
+    def _read_whole(self, shard: int, name: str, place: _Place) -> np.ndarray:
+        return self._values(shard, name, place, self._open(shard, name, place), slice(None))
 
-    def _values(self, shard: int, name: str, array: zarr.Array, rows: slice) -> np.ndarray:
+    def _values(self, shard: int, name: str, place: _Place, array: zarr.Array, rows: slice) -> np.ndarray:
         try:
-            values = array[rows]
+            with place.store.naming(f"{place.folder}/{data_object(name)}"):
+                values = array[rows]
+        except CacheError:
+            raise  # the store says what is wrong
         except ValueError as error:
-            raise damaged(self.store, shard, data_object(name), f"its content is damaged ({error})") from error
+            raise self._damaged(shard, data_object(name), place, f"its content is damaged ({error})") from error
         # The object may have vanished since its size was checked.
         if np.array_equal(values.flat[-1], self._fill_values[name], equal_nan=True):
-            raise damaged(self.store, shard, data_object(name), "it was removed or emptied after the cache was opened")
+            what = "it was removed or emptied after the cache was opened"
+            raise self._damaged(shard, data_object(name), place, what)
         return values
+
+    def _damaged(self, shard: int, name: str, place: _Place, what: str) -> CacheError:
+        if place.store is self.store:
+            return damaged(self.store, shard, name, what)
+        return CacheError(
+            f"shard {shard:06d}, object {name}: {what}, in the staged copy {place.store.location}/{place.folder}. "
+            "Remove that folder; the shard is downloaded again when it is next needed."
+        )

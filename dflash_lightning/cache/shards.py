@@ -1,5 +1,7 @@
 """A shard: its name, its commit marker, and the check of an object against that marker."""
 
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 from dflash_lightning.cache.arrays import fill_values, objects_of
@@ -90,6 +92,12 @@ class ShardMarker:
         return None
 
 
+def load_markers(store: CacheStore, shards: Iterable[int], manifest: CacheManifest) -> Iterator[ShardMarker | None]:
+    """The markers of several shards, in order, as by `ShardMarker.load`; several are read at a time."""
+    with ThreadPoolExecutor(store.concurrency) as pool:
+        yield from pool.map(lambda shard: ShardMarker.load(store, shard, manifest), shards)
+
+
 def shard_name(shard: int) -> str:
     """Name of the shard's committed folder within the cache."""
     return f"{SHARDS}/{shard:06d}"
@@ -103,14 +111,13 @@ def damaged(store: CacheStore, shard: int, name: str, what: str) -> CacheError:
     )
 
 
-def object_fault(store: CacheStore, marker: ShardMarker, name: str, digest: bool) -> str | None:
+def object_fault(store: CacheStore, name: str, expected: StoredObject, digest: bool) -> str | None:
     """Say what is wrong with an object, or None: present, of the marker's size and, if `digest`, of its SHA-256."""
-    stored, expected = f"{shard_name(marker.shard)}/{name}", marker.objects[name]
     try:
-        size = store.size(stored)
+        size = store.size(name)
         if size != expected.bytes:
             return f"it has {size:,} bytes, committed were {expected.bytes:,}"
-        if digest and store.sha256(stored) != expected.sha256:
+        if digest and store.sha256(name) != expected.sha256:
             return "its content changed since it was committed (SHA-256)"
     except FileNotFoundError:
         return "it is missing"

@@ -6,7 +6,7 @@ import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import zarr.abc.store
@@ -17,6 +17,8 @@ from dflash_lightning.errors import CacheError
 
 TEMPORARY_PREFIX = ".tmp-"
 MARKER = "COMMITTED"
+PART_BYTES = 2**20
+CAPTURE_AGAIN = "The shards committed so far are kept: free some space and run the same capture command again."
 
 
 class CacheStore(ABC):
@@ -27,9 +29,11 @@ class CacheStore(ABC):
 
     Attributes:
         location: path or URL of the cache, for messages.
+        concurrency: how many objects are worth handling at a time.
     """
 
     location: str
+    concurrency: int
 
     @abstractmethod
     def make(self) -> None:
@@ -56,8 +60,8 @@ class CacheStore(ABC):
         """Bytes of an object; FileNotFoundError if there is none."""
 
     @abstractmethod
-    def sha256(self, name: str) -> str:
-        """SHA-256 (hex) of an object's content, read in pieces; FileNotFoundError if there is none."""
+    def parts(self, name: str, size: int) -> Iterator[memoryview]:
+        """The content of an object of `size` bytes in pieces, in order, so that memory is bounded."""
 
     @abstractmethod
     def entries(self) -> list[str]:
@@ -101,6 +105,17 @@ class CacheStore(ABC):
     def zarr_store(self) -> zarr.abc.store.Store:
         """The cache as a read-only Zarr store, for use in this process."""
 
+    @abstractmethod
+    def naming(self, name: str) -> AbstractContextManager[None]:
+        """Within it, a failure of the store becomes a CacheError with the URL and `name`: for use of `zarr_store`."""
+
+    def sha256(self, name: str) -> str:
+        """SHA-256 (hex) of an object's content, read in pieces; FileNotFoundError if there is none."""
+        digest = hashlib.sha256()
+        for part in self.parts(name, self.size(name)):
+            digest.update(part)
+        return digest.hexdigest()
+
     def contested(self, folder: str) -> CacheError:
         """The error when two processes write one folder."""
         return CacheError(
@@ -117,6 +132,7 @@ class LocalFolder(CacheStore):
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.location = str(path)
+        self.concurrency = 2
 
     def make(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -153,9 +169,10 @@ class LocalFolder(CacheStore):
     def size(self, name: str) -> int:
         return (self.path / name).stat().st_size
 
-    def sha256(self, name: str) -> str:
-        with (self.path / name).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+    def parts(self, name: str, size: int) -> Iterator[memoryview]:
+        with (self.path / name).open("rb", buffering=0) as file:
+            for start in range(0, size, PART_BYTES):
+                yield memoryview(file.read(min(PART_BYTES, size - start)))
 
     def entries(self) -> list[str]:
         return sorted(entry.name for entry in self.path.iterdir())
@@ -223,10 +240,19 @@ class LocalFolder(CacheStore):
     def zarr_store(self) -> zarr.storage.LocalStore:
         return zarr.storage.LocalStore(self.path, read_only=True)
 
+    def naming(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Python's own errors name the file."""
+        return nullcontext()
+
     def _temporary(self, name: str, owner: str) -> Path:
         """Where `owner` prepares an object or a folder; with owner "*" the pattern of all of them."""
         final = self.path / name
         return final.with_name(f"{TEMPORARY_PREFIX}{final.name}-{owner}")
+
+
+def files_below(folder: Path) -> list[Path]:
+    """Every file below `folder`, sorted."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 @contextmanager
@@ -242,7 +268,7 @@ def removed_afterwards(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def space_needed(folder: Path, needed: int) -> Iterator[None]:
+def space_needed(folder: Path, needed: int, advice: str = CAPTURE_AGAIN) -> Iterator[None]:
     """Make "no space left" a CacheError with bytes needed (an upper bound) and free.
 
     Args:
@@ -256,6 +282,5 @@ def space_needed(folder: Path, needed: int) -> Iterator[None]:
         free = shutil.disk_usage(folder).free
         raise CacheError(
             f"no space left in {folder}: up to {needed:,} bytes needed, {free:,} bytes free "
-            f"({os.strerror(error.errno)}). The shards committed so far are kept: free some space and run the same "
-            "capture command again."
+            f"({os.strerror(error.errno)}). {advice}"
         ) from error

@@ -1,12 +1,13 @@
 """A full scan of a cache: every byte against the checksums taken when it was written."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_lightning.cache.location import open_store
 from dflash_lightning.cache.manifest import MANIFEST, MANIFEST_COPY, CacheManifest
-from dflash_lightning.cache.shards import ShardMarker, object_fault
+from dflash_lightning.cache.shards import ShardMarker, object_fault, shard_name
 from dflash_lightning.cache.store import MARKER, CacheStore
 from dflash_lightning.errors import CacheError
 
@@ -45,10 +46,12 @@ def verify(cache: str | Path | CacheStore, progress: Callable[[int, int], None] 
     """
     store = open_store(cache)
     manifest, faults = sound_manifest(store)
-    for shard in range(manifest.num_shards):
-        faults += _shard_faults(store, shard, manifest)
-        if progress is not None:
-            progress(shard + 1, manifest.num_shards)
+    with ThreadPoolExecutor(store.concurrency) as pool:
+        found = pool.map(lambda shard: _shard_faults(store, shard, manifest), range(manifest.num_shards))
+        for done, in_shard in enumerate(found, start=1):
+            faults += in_shard
+            if progress is not None:
+                progress(done, manifest.num_shards)
     return faults
 
 
@@ -97,7 +100,7 @@ def _shard_faults(store: CacheStore, shard: int, manifest: CacheManifest) -> lis
     faults = []
     for name in sorted(marker.objects):
         try:
-            what = object_fault(store, marker, name, digest=True)
+            what = object_fault(store, f"{shard_name(shard)}/{name}", marker.objects[name], digest=True)
         except OSError as error:
             what = f"it can't be read ({error})"
         if what:

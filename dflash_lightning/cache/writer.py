@@ -12,8 +12,8 @@ from dflash_lightning.cache.columns import feature_attributes, shard_columns
 from dflash_lightning.cache.location import open_store
 from dflash_lightning.cache.manifest import MANIFEST, MANIFEST_COPY, CacheManifest
 from dflash_lightning.cache.samples import Quarantined, Sample, SampleError, storable
-from dflash_lightning.cache.shards import ShardMarker, StoredObject, shard_name
-from dflash_lightning.cache.store import TEMPORARY_PREFIX, CacheStore
+from dflash_lightning.cache.shards import ShardMarker, StoredObject, load_markers, shard_name
+from dflash_lightning.cache.store import TEMPORARY_PREFIX, CacheStore, files_below
 from dflash_lightning.errors import CacheError
 
 # Quarantined samples that an error lists.
@@ -108,8 +108,7 @@ class CacheWriter:
 
     def quarantined(self) -> list[Quarantined]:
         """The quarantined samples of all committed shards, whoever wrote them."""
-        committed = [shard for shard in range(self.manifest.num_shards) if self.is_committed(shard)]
-        return [sample for shard in committed for sample in self._committed[shard].quarantined]
+        return [sample for shard in sorted(self.committed()) for sample in self._committed[shard].quarantined]
 
     def check_quarantined(self, more: Sequence[Quarantined] = ()) -> None:
         """Refuse to go on once too many samples are quarantined.
@@ -132,6 +131,13 @@ class CacheWriter:
                 + "\nThe shards committed so far are kept. Remove the cause, or allow more, and run the same capture "
                 "command again."
             )
+
+    def committed(self) -> set[int]:
+        """All finished shards, whoever wrote them; CacheError if a marker is damaged."""
+        unknown = [shard for shard in range(self.manifest.num_shards) if shard not in self._committed]
+        found = load_markers(self.store, unknown, self.manifest)
+        self._committed |= {marker.shard: marker for marker in found if marker is not None}
+        return set(self._committed)
 
     def sweep(self, shard: int) -> list[str]:
         """Remove what dead producers left of an uncommitted shard; return what was removed. For its owner only."""
@@ -215,7 +221,7 @@ class CacheWriter:
 def _digests(folder: Path) -> dict[str, StoredObject]:
     """Size and SHA-256 of every file below `folder`, by relative path, sorted."""
     found = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    for path in files_below(folder):
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             found[path.relative_to(folder).as_posix()] = StoredObject(file.tell(), digest)
