@@ -1,6 +1,5 @@
 """Streams a feature cache into training: batches of whole samples with freshly drawn anchors."""
 
-import hashlib
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -14,16 +13,20 @@ from torch.utils.data import DataLoader, Dataset
 from datamodules.plan import EpochPlanner, SampleSizes
 from datamodules.sampler import MicroBatch, StepSampler, ValidationSampler
 from dflash_lightning.blocks import sample_anchors
-from dflash_lightning.cache import FeatureCache, ObjectStoreSettings, Sample, StagingSettings, open_store
+from dflash_lightning.cache import FeatureCache, ObjectStoreSettings, Sample, SampleReader, StagingSettings, open_store
 from dflash_lightning.cache.packing import PackedFeatures
 from dflash_lightning.errors import ConfigError
 from dflash_lightning.module import ContextBatch
 
 
-def in_validation_split(sample_id: str, fraction: float) -> bool:
-    """Whether a sample is held back. Decided by its id, so that it never moves as the cache grows."""
-    key = int.from_bytes(hashlib.sha256(b"split:" + sample_id.encode()).digest()[:8], "little")
-    return key < fraction * 2**64
+def in_validation_split(id_hashes: np.ndarray, fraction: float) -> np.ndarray:
+    """Which samples are held back. Decided by the hash of the id, so that none moves as the cache grows.
+
+    Args:
+        id_hashes: [n] uint64, `FeatureCache.id_hashes`.
+        fraction: share to hold back, 0 to below 1.
+    """
+    return id_hashes < np.uint64(fraction * 2**64)
 
 
 def collate(samples: list[Sample], anchors: list[np.ndarray], *, anchors_in_step: int) -> ContextBatch:
@@ -59,11 +62,11 @@ def collate(samples: list[Sample], anchors: list[np.ndarray], *, anchors_in_step
 class MicroBatchDataset(Dataset[ContextBatch]):
     """Reads a planned micro-batch from the cache and draws its anchors."""
 
-    def __init__(self, cache: FeatureCache, *, num_anchors: int, seed: int):
-        self.cache, self.num_anchors, self.seed = cache, num_anchors, seed
+    def __init__(self, reader: SampleReader, *, num_anchors: int, seed: int):
+        self.reader, self.num_anchors, self.seed = reader, num_anchors, seed
 
     def __getitem__(self, plan: MicroBatch) -> ContextBatch:
-        samples = [self.cache.read(index) for index in plan.samples]
+        samples = [self.reader.read(location) for location in plan.samples]
         num_anchors = self.num_anchors if plan.anchors_in_step else 0
         draw = partial(sample_anchors, num_anchors=num_anchors, seed=self.seed, epoch=plan.epoch)
         anchors = [draw(sample.loss_mask, sample_id=sample.sample_id) for sample in samples]
@@ -178,7 +181,7 @@ class FeatureCacheDataModule(L.LightningDataModule):
         self.cache.check_compatible(
             self.trainer.lightning_module.target_identity, drafter.target_layer_ids, drafter.hidden_size
         )
-        held_back = np.array([in_validation_split(i, self.validation_fraction) for i in self.cache.sample_ids])
+        held_back = in_validation_split(self.cache.id_hashes, self.validation_fraction)
         self.training_samples, self.validation_samples = np.flatnonzero(~held_back), np.flatnonzero(held_back)
 
     def _loader(self, loader: type[DataLoader], sampler: StepSampler | ValidationSampler) -> DataLoader:
@@ -186,7 +189,7 @@ class FeatureCacheDataModule(L.LightningDataModule):
         if self.num_workers:
             workers = {"multiprocessing_context": "forkserver", "persistent_workers": True}
         return loader(
-            MicroBatchDataset(self.cache, num_anchors=self.num_anchors, seed=self.seed),
+            MicroBatchDataset(self.cache.reader, num_anchors=self.num_anchors, seed=self.seed),
             batch_size=None,
             sampler=sampler,
             num_workers=self.num_workers,
@@ -211,7 +214,9 @@ class FeatureCacheDataModule(L.LightningDataModule):
             seed=self.seed,
             shard_window=self.shard_window,
         )
-        sampler = StepSampler(planner, rank=self.trainer.global_rank, world_size=self.trainer.world_size)
+        sampler = StepSampler(
+            planner, self.cache.locate, rank=self.trainer.global_rank, world_size=self.trainer.world_size
+        )
         return self._loader(ResumableLoader, sampler)
 
     def val_dataloader(self) -> DataLoader | list[Tensor]:
@@ -219,6 +224,7 @@ class FeatureCacheDataModule(L.LightningDataModule):
             return []
         sampler = ValidationSampler(
             self._sizes(self.validation_samples),
+            self.cache.locate,
             batch_tokens=self.batch_tokens,
             rank=self.trainer.global_rank,
             world_size=self.trainer.world_size,

@@ -1,6 +1,6 @@
 """Who computes which micro-batch, and when."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -8,13 +8,16 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import Sampler
 
 from datamodules.plan import EpochPlanner, SampleSizes, cut
+from dflash_lightning.cache import SampleLocation
+
+Locate = Callable[[int], SampleLocation]
 
 
 class MicroBatch(NamedTuple):
-    """What one rank computes in one accumulation step."""
+    """What one rank computes in one accumulation step: all that a data worker needs to know."""
 
-    samples: tuple[int, ...]
-    """Indices into the feature cache."""
+    samples: tuple[SampleLocation, ...]
+    """Where its samples lie in the feature cache."""
     epoch: int | None
     """Keys the anchors; None in validation, where they never change."""
     anchors_in_step: int
@@ -29,8 +32,8 @@ class StepSampler(Sampler[MicroBatch]):
     a step are known from the index, so that no rank has to ask the others.
     """
 
-    def __init__(self, planner: EpochPlanner, *, rank: int = 0, world_size: int = 1):
-        self.planner, self.rank, self.world_size = planner, rank, world_size
+    def __init__(self, planner: EpochPlanner, locate: Locate, *, rank: int = 0, world_size: int = 1):
+        self.planner, self.locate, self.rank, self.world_size = planner, locate, rank, world_size
         self.epoch, self.start = 0, 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -52,7 +55,7 @@ class StepSampler(Sampler[MicroBatch]):
         anchors_in_step = anchors.reshape(-1, self.planner.batches_per_step).sum(axis=1)
         for number in range(start * self.world_size + self.rank, len(batches), self.world_size):
             yield MicroBatch(
-                samples=tuple(sizes.samples[batches[number]].tolist()),
+                samples=tuple(map(self.locate, sizes.samples[batches[number]].tolist())),
                 epoch=self.epoch,
                 anchors_in_step=int(anchors_in_step[number // self.planner.batches_per_step]),
             )
@@ -65,16 +68,18 @@ class ValidationSampler(Sampler[MicroBatch]):
     round is filled with micro-batches of no anchor, which count for nothing.
     """
 
-    def __init__(self, sizes: SampleSizes, *, batch_tokens: int, rank: int = 0, world_size: int = 1):
-        planned = cut(sizes, np.argsort(sizes.lengths, kind="stable"), batch_tokens)
-        batches = [
-            MicroBatch(tuple(sizes.samples[batch].tolist()), None, int(sizes.anchors[batch].sum())) for batch in planned
-        ]
-        batches += [MicroBatch(batches[0].samples[:1], None, 0)] * (-len(batches) % world_size)
-        self.batches = batches[rank::world_size]
+    def __init__(self, sizes: SampleSizes, locate: Locate, *, batch_tokens: int, rank: int = 0, world_size: int = 1):
+        self.sizes, self.locate, self.rank, self.world_size = sizes, locate, rank, world_size
+        self._batches = cut(sizes, np.argsort(sizes.lengths, kind="stable"), batch_tokens)
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return -(-len(self._batches) // self.world_size)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        return iter(self.batches)
+        for number in range(self.rank, len(self) * self.world_size, self.world_size):
+            if number < len(self._batches):
+                batch = self._batches[number]
+                samples, anchors = self.sizes.samples[batch].tolist(), int(self.sizes.anchors[batch].sum())
+            else:
+                samples, anchors = self.sizes.samples[self._batches[0][:1]].tolist(), 0
+            yield MicroBatch(tuple(map(self.locate, samples)), None, anchors)

@@ -22,6 +22,7 @@ from dflash_lightning.cache import (
     Sample,
     create_or_join,
     open_store,
+    write_index,
 )
 from dflash_lightning.cache.space import check_space
 from dflash_lightning.cache.storage import Compression, Storage
@@ -209,6 +210,7 @@ def write_missing_shards(job: CaptureJob, writer: CacheWriter) -> None:
                 deque(shard_samples, maxlen=0)
     if group.leads:
         writer.check_quarantined()
+        write_index(writer.store)
         _report(writer, f"{writer.store.location}: {name} is done, {len(mine)} shards written now")
 
 

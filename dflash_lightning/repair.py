@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from pathlib import Path
 
-from dflash_lightning.cache import CacheStore, create_or_join, restore_manifest
+from dflash_lightning.cache import CacheStore, create_or_join, restore_manifest, write_index
 from dflash_lightning.capture import write_missing_shards
 from dflash_lightning.capture_job import plan_capture
 from dflash_lightning.errors import CacheError, ConfigError
@@ -18,7 +18,7 @@ def repair(
     data: Path | None = None,
     max_quarantined: float = 0.01,
 ) -> None:
-    """Restore the manifest, and capture the shards `broken` anew. The other committed shards aren't touched.
+    """Restore the manifest and the index, and capture the shards `broken` anew. The other committed shards aren't touched.
 
     Nothing is removed before target, data and settings are known to give the same cache. Interrupted, it leaves shards
     that aren't committed, which the next repair or capture writes.
@@ -38,6 +38,7 @@ def repair(
     """
     manifest = restore_manifest(store)
     if not broken:
+        write_index(store)
         return
     settings = manifest.capture
     try:

@@ -67,8 +67,8 @@ def test_every_finite_bfloat16_survives(tmp_path):
 def test_index(cache_folder):
     cache = FeatureCache(cache_folder)
     samples = [make_sample(i) for i in range(NUM_SAMPLES)]
-    assert cache.sample_ids == [sample.sample_id for sample in samples]
-    assert cache.lengths.dtype == np.int64
+    assert list(cache.sample_ids) == [sample.sample_id for sample in samples]
+    assert cache.lengths.dtype == np.int32
     assert cache.lengths.tolist() == [len(sample.input_ids) for sample in samples]
     assert cache.anchor_candidates.tolist() == [count_anchor_candidates(sample.loss_mask) for sample in samples]
     assert cache.num_tokens == sum(len(sample.input_ids) for sample in samples)

@@ -17,8 +17,8 @@ from dflash_lightning.cache import (
     TargetIdentity,
     create_or_join,
     open_store,
-    reader,
     restore_manifest,
+    sample_reader,
     verify,
 )
 from dflash_lightning.cache.arrays import fill_values, objects_of
@@ -146,13 +146,20 @@ def test_many_flips_of_single_bytes_in_the_features(cache_folder):
             read_all(cache_folder)
 
 
-@pytest.mark.parametrize("damage", [remove, truncate, empty])
-def test_an_object_that_vanishes_while_in_use(cache_folder, damage):
+@pytest.mark.parametrize("damage", [truncate, empty])
+def test_an_object_that_shrinks_while_in_use(cache_folder, damage):
     cache = FeatureCache(cache_folder)
     cache.read(FIRST_SAMPLE)
     damage(cache_folder / "shards/000002/features/c/0/0")
     with pytest.raises(CacheError, match=r"shard 000002, object features/c/0/0"):
         cache.read(FIRST_SAMPLE)
+
+
+def test_an_object_that_is_removed_while_in_use_stays_what_it_was(cache_folder):
+    cache = FeatureCache(cache_folder)
+    cache.read(FIRST_SAMPLE)
+    remove(cache_folder / "shards/000002/features/c/0/0")
+    assert torch.equal(cache.read(FIRST_SAMPLE).features, make_sample(FIRST_SAMPLE).features)
 
 
 def test_an_incomplete_cache_is_refused_unless_asked_for(tmp_path):
@@ -166,7 +173,7 @@ def test_an_incomplete_cache_is_refused_unless_asked_for(tmp_path):
         FeatureCache(tmp_path)
     cache = FeatureCache(tmp_path, require_complete=False)
     assert not cache.complete
-    assert cache.sample_ids == [s.sample_id for shard in (0, 2) for s in shard_samples(shard)]
+    assert list(cache.sample_ids) == [s.sample_id for shard in (0, 2) for s in shard_samples(shard)]
     assert torch.equal(cache.read(4).features, make_sample(5).features)
     missing = "it is missing: the shard was not committed"
     assert verify(tmp_path) == [Fault(1, "COMMITTED", missing), Fault(3, "COMMITTED", missing)]
@@ -219,7 +226,7 @@ def test_data_workers(sound_cache, method):
     workers = 1 if method == "spawn" else 2
     loader = DataLoader(Rows(cache), batch_size=None, num_workers=workers, multiprocessing_context=method, timeout=120)
     seen = list(loader)
-    assert [row[0] for row in seen] == cache.sample_ids
+    assert [row[0] for row in seen] == list(cache.sample_ids)
     assert len({row[3] for row in seen} - {os.getpid()}) == workers
     for i, (_, ids, features, _) in enumerate(seen):
         given = make_sample(i)
@@ -237,8 +244,8 @@ def test_pickling_drops_open_shards(sound_cache):
 
 
 def test_the_number_of_open_shards_is_bounded(sound_cache, monkeypatch):
-    monkeypatch.setattr(reader, "MAX_OPEN_SHARDS", 2)
+    monkeypatch.setattr(sample_reader, "MAX_OPEN_SHARDS", 2)
     cache = FeatureCache(sound_cache)
     for i in [*range(len(cache)), 0, 9, 4]:
         assert torch.equal(cache.read(i).features, make_sample(i).features)
-    assert list(cache._open_shards) == [3, 2]
+    assert list(cache.reader._open_shards) == [3, 2]

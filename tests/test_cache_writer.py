@@ -290,7 +290,7 @@ def test_unfit_samples_are_quarantined_by_id_and_the_others_stored(tmp_path, spo
     assert left_out.sample_id == samples[1].sample_id
     assert re.search(words, left_out.reason)
     cache = FeatureCache(tmp_path, require_complete=False)
-    assert cache.sample_ids == ["prüfung-0", "prüfung-2"]
+    assert list(cache.sample_ids) == ["prüfung-0", "prüfung-2"]
     for index, number in enumerate((0, 2)):
         assert torch.equal(cache.read(index).features, make_sample(number).features)
     assert {fault.shard for fault in verify(tmp_path)} == {1, 2, 3}
@@ -311,7 +311,7 @@ def test_a_shard_without_a_stored_sample(tmp_path):
     assert verify(tmp_path) == []
     cache = FeatureCache(tmp_path)
     assert cache.complete
-    assert cache.sample_ids == [f"prüfung-{i}" for i in range(4, 10)]
+    assert list(cache.sample_ids) == [f"prüfung-{i}" for i in range(4, 10)]
     for index in range(len(cache)):
         assert torch.equal(cache.read(index).features, make_sample(index + 4).features)
     told = describe(tmp_path)

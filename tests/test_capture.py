@@ -65,7 +65,7 @@ def test_what_cannot_be_stored_is_left_out_counted_and_shown(spoilt, llama_folde
     assert json.loads(capsys.readouterr().out) == told
     assert verify(cache) == []
     expected = [f"text-{i}" for i in range(40) if f"text-{i}" not in reasons]
-    assert FeatureCache(cache).sample_ids == expected
+    assert list(FeatureCache(cache).sample_ids) == expected
 
 
 def test_too_many_of_them_stop_the_capture_and_it_goes_on_when_more_are_allowed(spoilt, llama_folder, tmp_path):

@@ -32,7 +32,7 @@ def ranks(world_size, *, epoch=0, start=0, **options):
     """The micro-batches of every rank."""
     dealt = []
     for rank in range(world_size):
-        sampler = StepSampler(plan(**options), rank=rank, world_size=world_size)
+        sampler = StepSampler(plan(**options), int, rank=rank, world_size=world_size)
         sampler.set_epoch(epoch)
         sampler.start = start
         dealt.append(list(sampler))
@@ -121,13 +121,13 @@ def test_what_an_epoch_leaves_out_is_counted_and_shown(caplog):
     left_out = {frozenset(range(COUNT)) - frozenset(np.concatenate(planner.batches(epoch))) for epoch in range(8)}
     assert len(left_out) == 8
     with caplog.at_level("INFO"):
-        list(StepSampler(planner))
+        list(StepSampler(planner, int))
     assert f"epoch 0: {COUNT - sum(map(len, planner.batches(0)))} of {COUNT} samples" in caplog.text
 
 
 @pytest.mark.parametrize("start", [0, 1, 5])
 def test_a_start_skips_so_many_micro_batches_once(start):
-    sampler = StepSampler(plan(), rank=1, world_size=3)
+    sampler = StepSampler(plan(), int, rank=1, world_size=3)
     whole = list(sampler)
     sampler.start = start
     assert list(sampler) == whole[start:]
@@ -162,7 +162,7 @@ def test_what_can_not_be_planned_is_refused():
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_validation_takes_every_sample_once_and_gives_every_rank_as_many_batches(world_size):
     by_rank = [
-        list(ValidationSampler(SIZES, batch_tokens=BUDGET, rank=rank, world_size=world_size))
+        list(ValidationSampler(SIZES, int, batch_tokens=BUDGET, rank=rank, world_size=world_size))
         for rank in range(world_size)
     ]
     assert len({len(batches) for batches in by_rank}) == 1

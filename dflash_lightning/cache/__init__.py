@@ -11,7 +11,8 @@ from dflash_lightning.cache.describe import describe
 from dflash_lightning.cache.location import open_store
 from dflash_lightning.cache.manifest import CacheManifest, TargetIdentity
 from dflash_lightning.cache.object_store import ObjectStoreSettings
-from dflash_lightning.cache.reader import FeatureCache
+from dflash_lightning.cache.reader import FeatureCache, write_index
+from dflash_lightning.cache.sample_reader import SampleLocation, SampleReader
 from dflash_lightning.cache.samples import Quarantined, Sample, count_anchor_candidates
 from dflash_lightning.cache.staging import StagingSettings
 from dflash_lightning.cache.store import CacheStore
@@ -28,6 +29,8 @@ __all__ = [
     "ObjectStoreSettings",
     "Quarantined",
     "Sample",
+    "SampleLocation",
+    "SampleReader",
     "StagingSettings",
     "TargetIdentity",
     "count_anchor_candidates",
@@ -36,4 +39,5 @@ __all__ = [
     "open_store",
     "restore_manifest",
     "verify",
+    "write_index",
 ]

@@ -1,11 +1,10 @@
-"""The Zarr arrays of one shard: names, types, chunks and codecs. The only module that reads or writes one."""
+"""The Zarr arrays of one shard: names, types, chunks and codecs. The only module that calls zarr."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import zarr
-import zarr.abc.store
 from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 
 from dflash_lightning.cache.storage import Compression, Storage, packed_bits
@@ -109,12 +108,6 @@ def chunk_rows(features: np.ndarray) -> int:
     most = max(1, CHUNK_BYTES // features[0].nbytes)
     chunks = -(-len(features) // most)
     return -(-len(features) // chunks)
-
-
-def open_array(store: zarr.abc.store.Store, shard: str, name: str) -> zarr.Array:
-    """Open array `name` of the group `shard` for reading. Values are read, and their CRC checked, on access."""
-    limit_threads()
-    return zarr.open_array(store, path=f"{shard}/{name}", mode="r", zarr_format=3)
 
 
 def limit_threads() -> None:

@@ -12,11 +12,12 @@ from datetime import timedelta
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
+import numpy as np
 import obstore
-import zarr.storage
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import HTTPStore, from_url
 
+from dflash_lightning.cache.byte_ranges import ObjectReader
 from dflash_lightning.cache.scratch import scratch_folder
 from dflash_lightning.cache.store import MARKER, CacheStore, files_below, space_needed
 from dflash_lightning.errors import CacheError, ConfigError
@@ -113,11 +114,19 @@ class ObjectStorage(CacheStore):
             )
 
     def read(self, name: str) -> bytes:
-        with self.naming(name):
+        with self._naming(name):
             return bytes(obstore.get(self._client, name).bytes())
 
+    def open_object(self, name: str) -> "RangeRequests":
+        return RangeRequests(self, name)
+
+    def read_range(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Bytes `start` to `stop` of an object as uint8."""
+        parts = [np.frombuffer(part, dtype=np.uint8) for part in self._parts(name, start, stop)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
     def replace(self, name: str, data: bytes) -> None:
-        with self.naming(name):
+        with self._naming(name):
             obstore.put(self._client, name, data)
 
     def create(self, name: str, data: bytes) -> bool:
@@ -129,18 +138,24 @@ class ObjectStorage(CacheStore):
         return True
 
     def size(self, name: str) -> int:
-        with self.naming(name):
+        with self._naming(name):
             return obstore.head(self._client, name)["size"]
 
     def parts(self, name: str, size: int) -> Iterator[memoryview]:
-        def part(start: int) -> memoryview:
-            with self.naming(name):
-                return memoryview(obstore.get_range(self._client, name, start=start, end=min(start + PART_BYTES, size)))
+        return self._parts(name, 0, size)
 
+    def _parts(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
+        def part(first: int) -> memoryview:
+            with self._naming(name):
+                return memoryview(obstore.get_range(self._client, name, start=first, end=min(first + PART_BYTES, stop)))
+
+        if stop - start <= PART_BYTES:
+            yield part(start)
+            return
         with ThreadPoolExecutor(PARTS_AHEAD) as pool:
             coming: deque[Future[memoryview]] = deque()
-            for start in range(0, size, PART_BYTES):
-                coming.append(pool.submit(part, start))
+            for first in range(start, stop, PART_BYTES):
+                coming.append(pool.submit(part, first))
                 if len(coming) == PARTS_AHEAD:
                     yield coming.popleft().result()
             while coming:
@@ -162,7 +177,7 @@ class ObjectStorage(CacheStore):
         files = {f"{folder}/{path.relative_to(prepared).as_posix()}": path for path in files_below(prepared)}
 
         def upload(name: str) -> None:
-            with self.naming(name):
+            with self._naming(name):
                 obstore.put(self._client, name, files[name], chunk_size=PART_BYTES, max_concurrency=PARTS_AHEAD)
 
         with ThreadPoolExecutor(self.concurrency) as pool:
@@ -189,11 +204,9 @@ class ObjectStorage(CacheStore):
     def sweep_unfinished(self, name: str) -> None:
         """Nothing to sweep: an object appears whole or not at all."""
 
-    def zarr_store(self) -> zarr.storage.ObjectStore:
-        return zarr.storage.ObjectStore(self._client, read_only=True)
-
     @contextmanager
-    def naming(self, name: str) -> Iterator[None]:
+    def _naming(self, name: str) -> Iterator[None]:
+        """Make a failure of the store a CacheError with the URL and `name`."""
         _refuse_after_fork(self.location)
         try:
             yield
@@ -214,13 +227,13 @@ class ObjectStorage(CacheStore):
         """Do what obstore's own retries leave out: conditional writes and the bodies of listings, cut on the wire."""
         for attempt in range(self.settings.retries):
             try:
-                with self.naming(name):
+                with self._naming(name):
                     return request()
             except CacheError as error:
                 if BROKEN_CONNECTION not in str(error):
                     raise
                 time.sleep(random.uniform(0.5, 1) * min(0.1 * 2**attempt, LONGEST_PAUSE))
-        with self.naming(name):
+        with self._naming(name):
             return request()
 
 
@@ -241,3 +254,16 @@ def _refuse_after_fork(location: str) -> None:
             f"{location}: this process was forked from one that had used an object store, which can't work. Start "
             "worker processes by forkserver or spawn."
         )
+
+
+class RangeRequests(ObjectReader):
+    """An object of which each range is requested anew."""
+
+    is_mapped = False
+
+    def __init__(self, storage: ObjectStorage, name: str):
+        self._storage, self._name = storage, name
+        self.size = storage.size(name)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self._storage.read_range(self._name, start, stop)

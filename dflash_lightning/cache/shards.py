@@ -1,10 +1,11 @@
 """A shard: its name, its commit marker, and the check of an object against that marker."""
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
-from dflash_lightning.cache.arrays import fill_values, objects_of
+from dflash_lightning.cache.arrays import data_object, fill_values, objects_of
 from dflash_lightning.cache.manifest import CacheManifest
 from dflash_lightning.cache.records import dump_record, parse_record
 from dflash_lightning.cache.samples import Quarantined
@@ -12,6 +13,8 @@ from dflash_lightning.cache.store import MARKER, CacheStore
 from dflash_lightning.errors import CacheError
 
 SHARDS = "shards"
+# The arrays that the cache's index is made from.
+INDEXED = ("offsets", "sample_ids", "sample_id_offsets", "anchor_candidates")
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,12 @@ def load_markers(store: CacheStore, shards: Iterable[int], manifest: CacheManife
     """The markers of several shards, in order, as by `ShardMarker.load`; several are read at a time."""
     with ThreadPoolExecutor(store.concurrency) as pool:
         yield from pool.map(lambda shard: ShardMarker.load(store, shard, manifest), shards)
+
+
+def source_digest(marker: ShardMarker) -> bytes:
+    """SHA-256 over the digests of the arrays that the cache's index is made from: another one, another index."""
+    digests = [marker.objects[data_object(name)].sha256 for name in INDEXED if marker.samples]
+    return hashlib.sha256("".join(digests).encode()).digest()
 
 
 def shard_name(shard: int) -> str:

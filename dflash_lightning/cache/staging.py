@@ -20,9 +20,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from dflash_lightning.cache.byte_ranges import ReopenedFile
 from dflash_lightning.cache.locks import FileLock
 from dflash_lightning.cache.shards import ShardMarker, damaged, shard_name
-from dflash_lightning.cache.store import TEMPORARY_PREFIX, CacheStore, space_needed
+from dflash_lightning.cache.store import TEMPORARY_PREFIX, CacheStore, LocalFolder, space_needed
 from dflash_lightning.errors import CacheError, ConfigError
 
 PAUSE = 0.05
@@ -52,6 +53,13 @@ class StagingSettings:
     @property
     def max_bytes(self) -> int:
         return int(self.max_gb * 1e9)
+
+
+class StagedCopies(LocalFolder):
+    """The copies in a staging area: no file stays open from one read to the next, which would keep its space taken."""
+
+    def open_object(self, name: str) -> ReopenedFile:
+        return ReopenedFile(self.path / name)
 
 
 class StagingArea:

@@ -6,12 +6,10 @@ import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-import zarr.abc.store
-import zarr.storage
-
+from dflash_lightning.cache.byte_ranges import MappedFile, ObjectReader
 from dflash_lightning.durable import sync_folder, sync_tree, write_synced
 from dflash_lightning.errors import CacheError
 
@@ -42,6 +40,10 @@ class CacheStore(ABC):
     @abstractmethod
     def read(self, name: str) -> bytes:
         """The content of an object; FileNotFoundError if there is none."""
+
+    @abstractmethod
+    def open_object(self, name: str) -> ObjectReader:
+        """An object for reading ranges of it, in this process; FileNotFoundError if there is none."""
 
     @abstractmethod
     def replace(self, name: str, data: bytes) -> None:
@@ -101,14 +103,6 @@ class CacheStore(ABC):
     def sweep_unfinished(self, name: str) -> None:
         """Remove what dead writers left of an object that is there."""
 
-    @abstractmethod
-    def zarr_store(self) -> zarr.abc.store.Store:
-        """The cache as a read-only Zarr store, for use in this process."""
-
-    @abstractmethod
-    def naming(self, name: str) -> AbstractContextManager[None]:
-        """Within it, a failure of the store becomes a CacheError with the URL and `name`: for use of `zarr_store`."""
-
     def sha256(self, name: str) -> str:
         """SHA-256 (hex) of an object's content, read in pieces; FileNotFoundError if there is none."""
         digest = hashlib.sha256()
@@ -142,6 +136,9 @@ class LocalFolder(CacheStore):
             return (self.path / name).read_bytes()
         except NotADirectoryError as error:
             raise FileNotFoundError(*error.args) from error
+
+    def open_object(self, name: str) -> MappedFile:
+        return MappedFile(self.path / name)
 
     def replace(self, name: str, data: bytes) -> None:
         self._write(name, data, os.replace)
@@ -236,13 +233,6 @@ class LocalFolder(CacheStore):
         pattern = self._temporary(name, "*")
         for leftover in pattern.parent.glob(pattern.name):
             leftover.unlink(missing_ok=True)
-
-    def zarr_store(self) -> zarr.storage.LocalStore:
-        return zarr.storage.LocalStore(self.path, read_only=True)
-
-    def naming(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Python's own errors name the file."""
-        return nullcontext()
 
     def _temporary(self, name: str, owner: str) -> Path:
         """Where `owner` prepares an object or a folder; with owner "*" the pattern of all of them."""

@@ -5,9 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from dflash_lightning.cache.index import INDEX, load_index
 from dflash_lightning.cache.location import open_store
 from dflash_lightning.cache.manifest import MANIFEST, MANIFEST_COPY, CacheManifest
-from dflash_lightning.cache.shards import ShardMarker, object_fault, shard_name
+from dflash_lightning.cache.shards import ShardMarker, object_fault, shard_name, source_digest
 from dflash_lightning.cache.store import MARKER, CacheStore
 from dflash_lightning.errors import CacheError
 
@@ -52,7 +53,21 @@ def verify(cache: str | Path | CacheStore, progress: Callable[[int, int], None] 
             faults += in_shard
             if progress is not None:
                 progress(done, manifest.num_shards)
-    return faults
+    return faults + _index_faults(store, manifest)
+
+
+def _index_faults(store: CacheStore, manifest: CacheManifest) -> list[Fault]:
+    try:
+        index = load_index(store, manifest)
+        if index is None:
+            return []  # it is made when the capture ends
+        for shard in range(manifest.num_shards):
+            marker = ShardMarker.load(store, shard, manifest)
+            if marker is not None and index.sources[shard].tobytes() != source_digest(marker):
+                return [Fault(None, INDEX, f"it is older than shard {shard:06d}")]
+    except CacheError as error:
+        return [Fault(None, INDEX, str(error))]
+    return []
 
 
 def sound_manifest(store: CacheStore) -> tuple[CacheManifest, list[Fault]]:
