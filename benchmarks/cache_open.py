@@ -7,7 +7,6 @@ The cache has a real manifest and a real index object of so many samples, but no
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -63,7 +62,9 @@ def open_and_measure(folder: Path) -> dict[str, float]:
     """In this process: what opening adds to the memory that the imports take already."""
 
     def peak() -> float:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        # Not getrusage's ru_maxrss, which a process inherits from the one that started it.
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
     before = peak()
     begin = time.perf_counter()

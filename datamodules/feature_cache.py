@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.loops.progress import _BatchProgress as BatchProgress
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -78,9 +79,13 @@ class ResumableLoader(DataLoader):
 
     Lightning saves ``state_dict`` with every checkpoint and restores it before the first batch. The state says nothing
     of rank or world size, as DeepSpeed keeps rank 0's copy for all.
+
+    Attributes:
+        progress: the trainer's own count of this rank's batches, corrected when the world size changed in between.
     """
 
     sampler: StepSampler
+    progress: BatchProgress
     _taken = 0
 
     def __iter__(self) -> Iterator[ContextBatch]:
@@ -91,8 +96,11 @@ class ResumableLoader(DataLoader):
 
     def state_dict(self) -> dict[str, Any]:
         planner = self.sampler.planner
-        taken = self._taken * self.sampler.world_size % planner.num_batches
-        return {"micro_batches_taken": taken, "plan": planner.identity()}
+        return {
+            "micro_batches_taken": self._taken * self.sampler.world_size,
+            "micro_batches_in_epoch": planner.num_batches,
+            "plan": planner.identity(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the micro-batches of this epoch that all ranks together had taken.
@@ -100,7 +108,20 @@ class ResumableLoader(DataLoader):
         Raises:
             ConfigError: they were taken from another plan, or inside an optimizer step by another number of ranks.
         """
-        taken, made_for, plan = state["micro_batches_taken"], state["plan"], self.sampler.planner.identity()
+        taken = state["micro_batches_taken"]
+        if taken == state["micro_batches_in_epoch"]:
+            batches = len(self.sampler)
+        else:
+            self._check_same_plan(taken, state["plan"])
+            batches = taken // self.sampler.world_size
+        self.sampler.start = batches % len(self.sampler)
+        counts = self.progress.current
+        ahead = batches - counts.ready
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(counts, name, getattr(counts, name) + ahead)
+
+    def _check_same_plan(self, taken: int, made_for: dict[str, Any]) -> None:
+        plan = self.sampler.planner.identity()
         if taken and made_for != plan:
             differences = [
                 f"\n  {name}: checkpoint {made_for[name]}, this run {plan[name]}"
@@ -117,7 +138,6 @@ class ResumableLoader(DataLoader):
                 f"the checkpoint was saved after {taken} micro-batches, inside an optimizer step; it can't be resumed "
                 f"on {self.sampler.world_size} ranks. Resume on as many ranks as it was made with."
             )
-        self.sampler.start = taken // self.sampler.world_size
 
 
 class FeatureCacheDataModule(L.LightningDataModule):
@@ -217,7 +237,9 @@ class FeatureCacheDataModule(L.LightningDataModule):
         sampler = StepSampler(
             planner, self.cache.locate, rank=self.trainer.global_rank, world_size=self.trainer.world_size
         )
-        return self._loader(ResumableLoader, sampler)
+        loader = self._loader(ResumableLoader, sampler)
+        loader.progress = self.trainer.fit_loop.epoch_loop.batch_progress
+        return loader
 
     def val_dataloader(self) -> DataLoader | list[Tensor]:
         if len(self.validation_samples) == 0:

@@ -29,11 +29,12 @@ COMMANDS = {
     "export": ("dflash_lightning.export:export", "checkpoint -> folders that servers load"),
     "cache plan": ("dflash_lightning.cache_plan:plan", "what a capture would take, before anything is written"),
     "cache info": ("dflash_lightning.cache_commands:info", "what a cache holds"),
+    "cache bench": ("dflash_lightning.cache_bench:bench", "how fast a cache is read, beside memmap and torch files"),
     "cache verify": ("dflash_lightning.cache_commands:verify", "compare every object of a cache with its checksum"),
 }
 # A path that can't be read or written; Python's own message names it.
 FILE_ERRORS = (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
-POSITIONAL = ("cache info", "cache verify")
+POSITIONAL = ("cache bench", "cache info", "cache verify")
 
 
 def load_command(name: str) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.loops.progress import _BatchProgress as BatchProgress
 from training_helpers import random_sample, write_cache
 
 from datamodules import FeatureCacheDataModule
@@ -49,6 +50,7 @@ def make(
         global_rank=rank,
         world_size=world_size,
         accumulate_grad_batches=accumulation,
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=BatchProgress())),
         _accelerator_connector=SimpleNamespace(use_distributed_sampler=own_sampler_replaced),
         lightning_module=SimpleNamespace(
             target_identity=identity,

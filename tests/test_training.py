@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import MASK_TOKEN_ID, load_tiny, make_drafter
-from lightning.pytorch.callbacks import ModelCheckpoint
 from training_helpers import (
     GivenSample,
     Job,
@@ -213,18 +212,32 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(from_cache, tmp_
         "middle of the second epoch": "whole/step=6.ckpt",
     }
 
-    def run(job, folder, resume=None):
-        if folder not in {checkpoint.split("/")[0] for checkpoint in cuts.values()}:
-            return job.run(resume=resume)
-        saving = ModelCheckpoint(tmp_path / folder, "{step}", every_n_train_steps=1, save_top_k=-1)
-        return job.run(resume=resume, enable_checkpointing=True, callbacks=[saving])
-
-    whole = run(job, "whole")
+    whole = replace(job, save_to=tmp_path / "whole").run()
     assert len(whole.gradient_norms) == 7
     for name, checkpoint in cuts.items():
-        resumed = run(stranger, name, tmp_path / checkpoint)
+        resumed = replace(stranger, resume=tmp_path / checkpoint, save_to=tmp_path / name).run()
         done = int(checkpoint.removesuffix(".ckpt")[-1])
         assert resumed.gradient_norms == whole.gradient_norms[done:], name
         assert resumed.reported == whole.reported[done:], name
         for key, weight in whole.weights.items():
             assert torch.equal(resumed.weights[key], weight), (name, key)
+
+
+def test_a_run_resumed_on_another_number_of_ranks_goes_on_with_the_same_steps(from_cache, drawn_by_one, tmp_path):
+    """In the middle of an epoch and at its end; from one rank to two, and back again."""
+    replace(from_cache, save_to=tmp_path / "one").run()
+    stranger = replace(from_cache, initial={name: torch.zeros_like(t) for name, t in from_cache.initial.items()})
+    cuts = {done: tmp_path / "one" / f"step={done}.ckpt" for done in (2, 3)}
+    jobs = {
+        done: replace(
+            stranger, strategy="ddp", accumulation=2, devices=2, resume=checkpoint, save_to=tmp_path / f"{done}"
+        )
+        for done, checkpoint in cuts.items()
+    }
+    by_two = torchrun(jobs, tmp_path)
+    for done in cuts:
+        back = replace(stranger, resume=tmp_path / f"{done}" / f"step={done + 2}.ckpt").run()
+        for outcome, steps_before in ((by_two[0][done], done), (by_two[1][done], done), (back, done + 2)):
+            assert_same(replace(outcome, reported=[]), drawn_by_one, from_cache.initial)
+            if outcome.reported:  # rank 0 has the logger
+                assert outcome.reported == pytest.approx(drawn_by_one.reported[steps_before:], rel=1e-5)

@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 
 from datamodules import FeatureCacheDataModule
@@ -176,12 +177,16 @@ class Job:
     strategy: str = "plain"
     accumulation: int = 1
     devices: int = 1
+    save_to: Path | None = None
+    """Where to save a checkpoint after each step."""
+    resume: Path | None = None
 
-    def run(self, *, resume: Path | None = None, callbacks=(), **options) -> Outcome:
+    def run(self) -> Outcome:
         module = DFlashModule(self.target, self.drafter, self.loss, self.optimizer)
         module.configure_model()
         module.drafter.load_state_dict(self.initial)
         logger, norms = RecordSteps(), RecordNorms()
+        saving = [ModelCheckpoint(self.save_to, "{step}", every_n_train_steps=1, save_top_k=-1)] if self.save_to else []
         trainer = make_trainer(
             self.strategy,
             devices=self.devices,
@@ -189,11 +194,11 @@ class Job:
             accumulate_grad_batches=self.accumulation,
             gradient_clip_val=self.clip,
             logger=logger,
-            callbacks=[norms, *callbacks],
-            **options,
+            callbacks=[norms, *saving],
+            enable_checkpointing=bool(saving),
         )
         data = DealtData(self.steps) if self.steps else FeatureCacheDataModule(**self.data)
-        trainer.fit(module, datamodule=data, ckpt_path=resume)
+        trainer.fit(module, datamodule=data, ckpt_path=self.resume)
         assert trainer.global_step == self.max_steps
         return Outcome(
             weights={name: tensor.detach().clone() for name, tensor in module.drafter.state_dict().items()},

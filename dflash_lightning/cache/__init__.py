@@ -7,6 +7,7 @@ the program that ran the target.
 """
 
 from dflash_lightning.cache.background import BackgroundWriter
+from dflash_lightning.cache.bench import bench_reading
 from dflash_lightning.cache.describe import describe
 from dflash_lightning.cache.location import open_store
 from dflash_lightning.cache.manifest import CacheManifest, TargetIdentity
@@ -33,6 +34,7 @@ __all__ = [
     "SampleReader",
     "StagingSettings",
     "TargetIdentity",
+    "bench_reading",
     "count_anchor_candidates",
     "create_or_join",
     "describe",
