@@ -18,7 +18,7 @@ def repair(
     data: Path | None = None,
     max_quarantined: float = 0.01,
 ) -> None:
-    """Restore the manifest and the index, and capture the shards `broken` anew. The other committed shards aren't touched.
+    """Restore manifest and index, and capture the shards `broken` anew. The other committed shards aren't touched.
 
     Nothing is removed before target, data and settings are known to give the same cache. Interrupted, it leaves shards
     that aren't committed, which the next repair or capture writes.

@@ -181,7 +181,7 @@ class Job:
     """Where to save a checkpoint after each step."""
     resume: Path | None = None
 
-    def run(self) -> Outcome:
+    def run(self, **options) -> Outcome:
         module = DFlashModule(self.target, self.drafter, self.loss, self.optimizer)
         module.configure_model()
         module.drafter.load_state_dict(self.initial)
@@ -196,6 +196,7 @@ class Job:
             logger=logger,
             callbacks=[norms, *saving],
             enable_checkpointing=bool(saving),
+            **options,
         )
         data = DealtData(self.steps) if self.steps else FeatureCacheDataModule(**self.data)
         trainer.fit(module, datamodule=data, ckpt_path=self.resume)
