@@ -11,8 +11,10 @@ from dflash_lightning.cache.storage import Compression, Storage, packed_bits
 
 FEATURES = "features"
 CHANNELS = "channels"
-# A chunk of features is the least that is read and the most that is compressed at once.
-CHUNK_BYTES = 1 << 20
+# A chunk of features is the least that is read and the most that is compressed at once. To read a sample of some
+# hundred tokens, few rows of others should have to be decoded; packed rows are small, and compress across samples.
+PLAIN_CHUNK_ROWS = 32
+PACKED_CHUNK_BYTES = 1 << 20
 # Zarr returns fill values for a missing object and for an empty one, without a word. None of these can be the last
 # stored value (0xFFFF is a bfloat16 NaN, 255 is never in UTF-8, a packed row ends with a scale), so a reader can tell.
 _FILL_VALUES = {
@@ -105,7 +107,8 @@ def write_arrays(
 
 def chunk_rows(features: np.ndarray) -> int:
     """Rows of a chunk: the rows are cut evenly, as the last chunk is stored as large as the others."""
-    most = max(1, CHUNK_BYTES // features[0].nbytes)
+    is_plain = features.dtype == _PLAIN[FEATURES].dtype
+    most = PLAIN_CHUNK_ROWS if is_plain else max(1, PACKED_CHUNK_BYTES // features[0].nbytes)
     chunks = -(-len(features) // most)
     return -(-len(features) // chunks)
 
