@@ -64,7 +64,7 @@ def read_whatever_can_be_read(folder: Path, shard: int, name: str) -> None:
     except CacheError as error:
         check(error)
         return
-    assert cache.sample_ids == [make_sample(number).sample_id for number in members(shard)]
+    assert list(cache.sample_ids) == [make_sample(number).sample_id for number in members(shard)]
     for index, number in enumerate(members(shard)):
         try:
             stored = cache.read(index)
