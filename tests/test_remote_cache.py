@@ -11,6 +11,7 @@ import obstore
 import pytest
 import torch
 from cache_helpers import SHARD_SAMPLES, capture, make_manifest, make_sample, shard_samples, stored_files
+from capture_helpers import capture_arguments, random_texts, write_texts
 from faulty_server import FaultyProxy, faulty_s3
 from torch.utils.data import DataLoader
 
@@ -315,6 +316,28 @@ def test_commands_take_a_url(stored, server, capsys):
     assert "every object is there" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(CacheError, match=r"s3://nowhere/.*NoSuchBucket"):
         create_or_join(open_store("s3://nowhere/cache", stored.settings), make_manifest())
+
+
+@pytest.mark.slow
+def test_damaged_shards_are_captured_anew(server, llama_folder, tmp_path, capsys):
+    url, reach = f"s3://{BUCKET}/{uuid.uuid4().hex}", ["--object-store.endpoint", server.url]
+    data = write_texts(tmp_path / "data", llama_folder, random_texts(8))
+    run([*capture_arguments(llama_folder, data, url), *reach])
+    store = open_store(url, ObjectStoreSettings(endpoint=server.url))
+    shards = range(FeatureCache(store).manifest.num_shards)
+    objects = ("input_ids/c/0", "features/c/0/0", "offsets/c/0", "zarr.json")
+    names = [f"shards/{shard:06d}/{name}" for shard in shards for name in objects] + ["manifest.json"]
+    sound = {name: store.read(name) for name in names}
+    store.replace("manifest.json", sound["manifest.json"][:-1])
+    store.remove("shards/000000")
+    store.replace("shards/000001/features/c/0/0", sound["shards/000001/features/c/0/0"].swapcase())
+    store.replace("shards/000002/COMMITTED", b"{}")
+    with pytest.raises(CacheError, match="4 faults"):
+        run(["cache", "verify", url, *reach])
+    run(["cache", "verify", url, "--repair", *reach])
+    assert "4 faults repaired; every object is there" in capsys.readouterr().out
+    assert {name: store.read(name) for name in names} == sound
+    assert verify(store) == []
 
 
 def test_describe(stored, reference):
