@@ -8,7 +8,7 @@ import pytest
 import torch
 from cache_helpers import make_manifest, make_sample
 
-from dflash_lightning.cache import FeatureCache, create_or_join, verify
+from dflash_lightning.cache import FeatureCache, create_or_join, verify, write_index
 from dflash_lightning.errors import CacheError
 
 NUM_SHARDS, SAMPLES_IN_SHARD = 20, 3
@@ -21,12 +21,13 @@ def cache_folder(tmp_path_factory) -> Path:
     writer = create_or_join(folder, make_manifest(shard_samples=(SAMPLES_IN_SHARD,) * NUM_SHARDS))
     for shard in range(NUM_SHARDS):
         writer.write_shard(shard, [make_sample(number) for number in members(shard)])
+    write_index(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def single_shards(cache_folder, tmp_path_factory) -> list[Path]:
-    """The same files as caches of one shard each, so that each can be opened quickly and for itself."""
+    """The same files as caches of one shard each and no index, so that all that the index is made from is read."""
     folders = []
     for shard in range(NUM_SHARDS):
         folder = tmp_path_factory.mktemp("single")
@@ -52,24 +53,29 @@ def damage(file: Path, kind: str, draw: random.Random) -> None:
         file.write_bytes(data)
 
 
-def read_whatever_can_be_read(folder: Path, shard: int, name: str) -> None:
-    """Every sample is either refused, with the damaged object's name, or exactly what was stored."""
+def check_refusal(error: CacheError, shard: int, name: str) -> None:
+    if not (name == "COMMITTED" and "0 of 20 shards are committed" in str(error)):
+        assert f"shard {shard:06d}, object {name}: " in str(error)
 
-    def check(error: CacheError) -> None:
-        if not (name == "COMMITTED" and "0 of 20 shards are committed" in str(error)):
-            assert f"shard {shard:06d}, object {name}: " in str(error)
 
+def open_and_read(folder: Path, shard: int, name: str) -> None:
+    """Opening a cache of one shard is refused, or its samples are read."""
     try:
         cache = FeatureCache(folder, require_complete=False)
     except CacheError as error:
-        check(error)
+        check_refusal(error, shard, name)
         return
     assert list(cache.sample_ids) == [make_sample(number).sample_id for number in members(shard)]
-    for index, number in enumerate(members(shard)):
+    read_whatever_can_be_read(cache, 0, shard, name)
+
+
+def read_whatever_can_be_read(cache: FeatureCache, first: int, shard: int, name: str) -> None:
+    """Every sample of a shard is either refused, with the damaged object's name, or exactly what was stored."""
+    for index, number in enumerate(members(shard), start=first):
         try:
             stored = cache.read(index)
         except CacheError as error:
-            check(error)
+            check_refusal(error, shard, name)
             continue
         expected = make_sample(number)
         assert torch.equal(stored.features.view(torch.uint16), expected.features.view(torch.uint16))
@@ -97,8 +103,10 @@ def test_240_damaged_objects_are_all_found(cache_folder, single_shards):
             expected.append((shard, name))
         faults = verify(cache_folder)
         assert [(fault.shard, fault.object) for fault in faults] == expected
+        by_index = FeatureCache(cache_folder)
         for shard, name in expected:
-            read_whatever_can_be_read(single_shards[shard], shard, name)
+            open_and_read(single_shards[shard], shard, name)
+            read_whatever_can_be_read(by_index, shard * SAMPLES_IN_SHARD, shard, name)
         for file, content in originals.items():
             file.write_bytes(content)
         damaged += len(expected)

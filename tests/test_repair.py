@@ -43,6 +43,7 @@ def marker_times(cache: Path) -> dict[str, int]:
 def damage_everywhere(cache: Path) -> set[str]:
     """All kinds of damage; returns the broken shards."""
     flip(cache / "manifest.json")
+    flip(cache / "index")
     flip(cache / "shards/000000/COMMITTED")
     (cache / "shards/000001/COMMITTED").unlink()
     flip(cache / "shards/000002/features/c/0/0")
@@ -57,7 +58,7 @@ def test_everything_that_is_damaged_is_rebuilt_and_nothing_else(made, cache, cap
     broken = damage_everywhere(cache)
     run(["cache", "verify", str(cache), "--repair"])
     shown = capsys.readouterr().out
-    assert "7 faults repaired; every object is there" in shown
+    assert "8 faults repaired; every object is there" in shown
     assert stored_files(cache) == stored_files(made / "cache")
     assert verify(cache) == []
     now = marker_times(cache)
@@ -68,7 +69,7 @@ def test_everything_that_is_damaged_is_rebuilt_and_nothing_else(made, cache, cap
 def test_verification_alone_changes_nothing_and_prints_one_json_object(cache, capsys):
     damage_everywhere(cache)
     files = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
-    with pytest.raises(CacheError, match=r"7 faults\. Add --repair"):
+    with pytest.raises(CacheError, match=r"8 faults\. Add --repair"):
         run(["cache", "verify", str(cache), "--json"])
     told = json.loads(capsys.readouterr().out)
     assert [(fault["shard"], fault["object"]) for fault in told["faults"]] == [
@@ -79,6 +80,7 @@ def test_verification_alone_changes_nothing_and_prints_one_json_object(cache, ca
         (3, "input_ids/c/0"),
         (4, "offsets/zarr.json"),
         (5, "COMMITTED"),
+        (None, "index"),
     ]
     assert told["repaired"] == []
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == files

@@ -101,7 +101,7 @@ class CacheStore(ABC):
 
     @abstractmethod
     def sweep_unfinished(self, name: str) -> None:
-        """Remove what dead writers left of an object that is there."""
+        """Remove what writers that were killed left of an object; one that is alive writes it again."""
 
     def sha256(self, name: str) -> str:
         """SHA-256 (hex) of an object's content, read in pieces; FileNotFoundError if there is none."""
@@ -141,7 +141,11 @@ class LocalFolder(CacheStore):
         return MappedFile(self.path / name)
 
     def replace(self, name: str, data: bytes) -> None:
-        self._write(name, data, os.replace)
+        try:
+            self._write(name, data, os.replace)
+        except FileNotFoundError:
+            # A writer that was just starting swept what this one had begun.
+            self._write(name, data, os.replace)
 
     def create(self, name: str, data: bytes) -> bool:
         try:

@@ -9,6 +9,7 @@ import torch
 
 from dflash_lightning.cache.arrays import objects_of, write_arrays
 from dflash_lightning.cache.columns import feature_attributes, shard_columns
+from dflash_lightning.cache.index import INDEX
 from dflash_lightning.cache.location import open_store
 from dflash_lightning.cache.manifest import MANIFEST, MANIFEST_COPY, CacheManifest
 from dflash_lightning.cache.samples import Quarantined, Sample, SampleError, storable
@@ -67,7 +68,7 @@ def create_or_join(
         )
     if MANIFEST_COPY not in entries:
         store.create(MANIFEST_COPY, store.read(MANIFEST))
-    for name in (MANIFEST, MANIFEST_COPY):
+    for name in (MANIFEST, MANIFEST_COPY, INDEX):
         store.sweep_unfinished(name)
     return CacheWriter(store, manifest, rank, max_quarantined)
 
