@@ -159,8 +159,8 @@ class FeatureCacheDataModule(L.LightningDataModule):
         num_workers: int = 0,
         shard_window: int | None = None,
         seed: int = 0,
-        object_store: ObjectStoreSettings | None = None,
-        staging: StagingSettings | None = None,
+        object_store: ObjectStoreSettings = ObjectStoreSettings(),  # noqa: B008
+        staging: StagingSettings = StagingSettings(),  # noqa: B008
     ):
         """
         Args:
@@ -174,8 +174,7 @@ class FeatureCacheDataModule(L.LightningDataModule):
                 machine keeps at hand; all shards where it isn't given.
             seed: of sample order and anchors.
             object_store: how to reach a cache that is a URL.
-            staging: where this machine keeps copies of the shards of a remote cache. Default: nowhere; samples are
-                read over the network.
+            staging: where this machine keeps copies of the shards of a remote cache.
         """
         super().__init__()
         limits = {"batch_tokens": batch_tokens, "num_anchors": num_anchors, "shard_window": shard_window}

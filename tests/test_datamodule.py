@@ -1,16 +1,19 @@
 """The data module on a small real cache: what a batch holds, what is refused, and where a resume goes on."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from faulty_server import faulty_s3
 from lightning.pytorch.loops.progress import _BatchProgress as BatchProgress
 from training_helpers import random_sample, write_cache
 
 from datamodules import FeatureCacheDataModule
 from datamodules.feature_cache import in_validation_split
+from dflash_lightning.cache import ObjectStoreSettings, StagingSettings, open_store
 from dflash_lightning.cache.index import id_hash
 from dflash_lightning.errors import CacheError, ConfigError
 from dflash_lightning.target import target_identity
@@ -107,6 +110,19 @@ def test_a_batch_holds_the_stored_samples_padded_on_the_right(cache, identity):
         assert (length, batch["anchors"].shape[1]) == (longest, most)
         assert rows * (length + BLOCK_SIZE * most) <= 90
         assert int(batch["anchors_in_step"]) == in_step
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_batches_are_the_same_from_a_staged_remote_cache(cache, identity, tmp_path, workers):
+    with faulty_s3("features") as server:
+        reach = ObjectStoreSettings(endpoint=server.url)
+        for file in sorted(Path(cache).rglob("*")):
+            if file.is_file():
+                open_store("s3://features/cache", reach).replace(file.relative_to(cache).as_posix(), file.read_bytes())
+        staging = StagingSettings(folder=tmp_path, max_gb=1)
+        remote = make("s3://features/cache", identity, object_store=reach, staging=staging, num_workers=workers)
+        assert_equal(epoch_of(remote.train_dataloader()), epoch_of(make(cache, identity).train_dataloader()))
+        assert [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
 @pytest.mark.parametrize(("world_size", "accumulation"), [(2, 2), (4, 1)])

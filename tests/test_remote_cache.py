@@ -1,7 +1,9 @@
 """A cache in an object store is the same cache: over HTTP, from an S3-compatible server that fails in many ways."""
 
+import hashlib
 import multiprocessing
 import os
+import random
 import time
 import uuid
 from collections.abc import Iterator
@@ -24,7 +26,7 @@ from dflash_lightning.cache import (
     open_store,
     verify,
 )
-from dflash_lightning.cache.object_store import ObjectStorage
+from dflash_lightning.cache.object_store import PART_BYTES, ObjectStorage
 from dflash_lightning.cli import run
 from dflash_lightning.errors import CacheError
 
@@ -91,8 +93,8 @@ def read_all(cache: FeatureCache) -> None:
         assert torch.equal(read.features.view(torch.uint16), given.features.view(torch.uint16))
 
 
-def staging_in(folder: Path) -> StagingSettings:
-    return StagingSettings(folder=folder / "staging", max_gb=1)
+def staging_in(folder: Path, staged: bool = True) -> StagingSettings:
+    return StagingSettings(folder=folder / "staging" if staged else None, max_gb=1)
 
 
 def start(function, *args):
@@ -122,7 +124,7 @@ def test_what_is_written_remotely_is_what_is_written_locally(s3, reference, worl
 
 @pytest.mark.parametrize("staged", [False, True])
 def test_what_is_read_remotely_is_what_was_captured(stored, reference, tmp_path, staged):
-    cache = FeatureCache(stored, staging=staging_in(tmp_path) if staged else None)
+    cache = FeatureCache(stored, staging=staging_in(tmp_path, staged))
     assert cache.num_bytes == sum(len(data) for name, data in reference.items() if name.startswith("shards/"))
     read_all(cache)
 
@@ -173,7 +175,7 @@ def test_reading_survives(stored, server, tmp_path, kind, staged):
     server.faults.clear()
     met = ["manifest.json", "000001/COMMITTED", "000002/features/c/0/0", "000000/input_ids/c/0"]
     faults = [server.add(kind, "GET", name, times=1 if kind == "restart" else 2) for name in met]
-    read_all(FeatureCache(stored, staging=staging_in(tmp_path) if staged else None))
+    read_all(FeatureCache(stored, staging=staging_in(tmp_path, staged)))
     assert [fault.done for fault in faults] == [fault.times for fault in faults]
     server.faults.clear()
 
@@ -182,7 +184,7 @@ def test_reading_survives(stored, server, tmp_path, kind, staged):
 @pytest.mark.parametrize("staged", [False, True])
 def test_what_stays_broken_is_named(stored, server, tmp_path, kind, staged):
     settings = ObjectStoreSettings(endpoint=server.url, timeout=0.2, retries=1)
-    cache = FeatureCache(open_store(stored.location, settings), staging=staging_in(tmp_path) if staged else None)
+    cache = FeatureCache(open_store(stored.location, settings), staging=staging_in(tmp_path, staged))
     server.add(kind, "GET", "000002/features/c/0/0", times=1000)
     with pytest.raises(CacheError, match=rf"{stored.location}/shards/000002/features/c/0/0: the object store failed"):
         cache.read(len(cache) - 3)
@@ -214,6 +216,28 @@ def test_a_killed_upload_is_resumed(s3, server, reference, name):
     assert os.listdir(s3.settings.scratch) == []
 
 
+@pytest.mark.parametrize("kind", ["503", "cut"])
+def test_large_objects_travel_in_parts(s3, server, tmp_path, kind):
+    content = random.Random(0).randbytes(2 * PART_BYTES + 1000)
+    (tmp_path / "shard").mkdir()
+    (tmp_path / "shard/large").write_bytes(content)
+    sent = server.add(kind, "PUT", "partNumber=2", times=2)
+    s3.commit(tmp_path / "shard", "shards/000000", b"marker")
+    received = server.add(kind, "GET", "000000/large", times=2)
+    assert b"".join(s3.parts("shards/000000/large", len(content))) == content
+    assert (sent.done, received.done) == (2, 2)
+    assert s3.sha256("shards/000000/large") == hashlib.sha256(content).hexdigest()
+
+
+def test_a_removed_shard_is_made_anew(s3, reference):
+    capture(s3)
+    s3.remove("shards/000001")
+    assert [fault.shard for fault in verify(s3)] == [1]
+    capture(s3)
+    assert objects_of(s3) == reference
+    s3.remove("shards/000009")
+
+
 def flip(data: bytes) -> bytes:
     return data[:-5] + bytes([data[-5] ^ 4]) + data[-4:]
 
@@ -241,7 +265,7 @@ def test_damage_is_found(damaged_in_turn, tmp_path, name, damage):
         damaged_in_turn.replace(stored, damage(data))
     (fault,) = verify(damaged_in_turn)
     assert (fault.shard, fault.object) == (2, name)
-    for staging in (None, staging_in(tmp_path)):
+    for staging in (staging_in(tmp_path, False), staging_in(tmp_path)):
         cache = FeatureCache(damaged_in_turn, staging=staging)
         with pytest.raises(CacheError, match=f"shard 000002, object {name}: "):
             cache.read(len(cache) - 3)
@@ -264,7 +288,7 @@ class Features:
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "staged"), [("forkserver", False), ("forkserver", True), ("spawn", False)])
 def test_data_workers(stored, tmp_path, method, staged):
-    cache = FeatureCache(stored, staging=staging_in(tmp_path) if staged else None)
+    cache = FeatureCache(stored, staging=staging_in(tmp_path, staged))
     cache.read(0)
     workers = 1 if method == "spawn" else 2
     loader = DataLoader(
@@ -284,7 +308,7 @@ def test_a_forked_worker_is_told_what_to_do(stored):
 @pytest.mark.usefixtures("stored")
 def test_a_plain_http_server_is_read(server, tmp_path):
     url = f"{server.url}/{BUCKET}/finished"
-    for staging in (None, staging_in(tmp_path)):
+    for staging in (staging_in(tmp_path, False), staging_in(tmp_path)):
         assert torch.equal(FeatureCache(url, staging=staging).read(3).features, make_sample(3).features)
     with pytest.raises(CacheError, match=r"http://.* for reading only"):
         create_or_join(f"{server.url}/{BUCKET}/new", make_manifest())

@@ -41,7 +41,7 @@ class ObjectStoreSettings:
         region: of an S3 bucket. Default: what the AWS environment says, or us-east-1.
         anonymous: send unsigned requests, for public buckets.
         timeout: seconds without an answer, or without a byte of one, after which a request counts as failed.
-        retries: how often a failed request is tried again, with growing pauses.
+        retries: how often a failed request is tried again, with growing pauses, for 3 minutes at most.
         scratch: local folder in which shards are prepared for upload. Default: the system's temporary folder.
     """
 

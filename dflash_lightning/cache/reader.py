@@ -23,7 +23,7 @@ class FeatureCache:
     Args:
         cache: path, URL or store of the cache.
         require_complete: refuse a cache whose capture isn't finished. If False, only the committed samples are there.
-        staging: where to keep copies of whole shards on this machine; without it, samples are read from the store.
+        staging: where to keep copies of whole shards on this machine. Without a folder, samples are read directly.
 
     Attributes:
         store: where the cache lies.
@@ -47,7 +47,7 @@ class FeatureCache:
         cache: str | Path | CacheStore,
         *,
         require_complete: bool = True,
-        staging: StagingSettings | None = None,
+        staging: StagingSettings = StagingSettings(),  # noqa: B008
     ):
         self.store = open_store(cache)
         self.manifest = CacheManifest.load(self.store)

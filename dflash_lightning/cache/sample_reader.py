@@ -63,9 +63,14 @@ class SampleReader:
     SHA-256; the features with their size, and with CRC-32C as they are read (`FeatureRows`).
     """
 
-    def __init__(self, store: CacheStore, manifest: CacheManifest, staging: StagingSettings | None = None):
+    def __init__(
+        self,
+        store: CacheStore,
+        manifest: CacheManifest,
+        staging: StagingSettings = StagingSettings(),  # noqa: B008
+    ):
         self.store, self.manifest = store, manifest
-        self._staging = StagingArea(staging) if staging else None
+        self._staging = StagingArea(staging) if staging.folder else None
         self._open_shards: OrderedDict[int, _OpenShard] = OrderedDict()
         self._process = os.getpid()
 

@@ -34,13 +34,14 @@ class StagingSettings:
     """Where copies of remote shards are kept on this machine.
 
     Args:
-        folder: on a local disk, not on a network file system. Several runs may share one.
+        folder: on a local disk, not on a network file system. Several runs may share one. Default: none; samples are
+            read straight from the cache.
         max_gb: size of all copies together, in 10^9 bytes. The copies that were not used for longest make room.
         patience: seconds to wait for room while all copies are in use.
     """
 
-    folder: Path
-    max_gb: float
+    folder: Path | None = None
+    max_gb: float = 100.0
     patience: float = 300.0
 
     def __post_init__(self):
