@@ -26,7 +26,7 @@ def write_texts(folder: Path, target: Path, samples: list[PreparedSample]) -> Pa
     return folder
 
 
-def capture_arguments(target: Path, data: Path, cache: Path, *more: str) -> list[str]:
+def capture_arguments(target: Path, data: Path, cache: Path | str, *more: str) -> list[str]:
     """The command line of a capture into many small shards."""
     return [
         *("capture", "--target", str(target), "--data", str(data), "--cache", str(cache), "--device", "cpu"),

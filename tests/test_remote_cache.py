@@ -21,6 +21,7 @@ from dflash_lightning.cache import (
     FeatureCache,
     ObjectStoreSettings,
     StagingSettings,
+    arrays,
     create_or_join,
     describe,
     open_store,
@@ -62,10 +63,12 @@ def reference(tmp_path_factory) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def stored(server) -> ObjectStorage:
-    """A finished cache that no test changes."""
+    """A finished cache that no test changes; its samples lie in several chunks, so that they are read by ranges."""
     settings = ObjectStoreSettings(endpoint=server.url, timeout=0.5, retries=5)
     store = open_store(f"s3://{BUCKET}/finished", settings)
-    capture(store)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(arrays, "CHUNK_BYTES", 20_000)
+        capture(store)
     return store
 
 
@@ -123,10 +126,14 @@ def test_what_is_written_remotely_is_what_is_written_locally(s3, reference, worl
 
 
 @pytest.mark.parametrize("staged", [False, True])
-def test_what_is_read_remotely_is_what_was_captured(stored, reference, tmp_path, staged):
+def test_what_is_read_remotely_is_what_was_captured(stored, server, tmp_path, staged):
     cache = FeatureCache(stored, staging=staging_in(tmp_path, staged))
-    assert cache.num_bytes == sum(len(data) for name, data in reference.items() if name.startswith("shards/"))
+    assert cache.num_bytes == bytes_of_shards(stored)
     read_all(cache)
+    before = len(server.requests)
+    cache.read(0)
+    index_and_chunks = 1 + -(-make_sample(0).features.nbytes // 20_000)
+    assert (len(server.requests) > before + index_and_chunks // 2) == (not staged)
 
 
 def test_of_two_manifests_one_wins(s3):
@@ -158,6 +165,7 @@ def test_a_second_writer_of_one_shard_is_noticed(s3, monkeypatch):
     assert writer.committed() == {0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FAULTS)
 def test_writing_survives(s3, server, reference, kind):
     met = ["PUT manifest.json", "PUT shards/000001/features/c/0/0", "PUT shards/000002/COMMITTED", "GET list-type=2"]
@@ -169,6 +177,7 @@ def test_writing_survives(s3, server, reference, kind):
     assert verify(s3) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("staged", [False, True])
 def test_reading_survives(stored, server, tmp_path, kind, staged):
@@ -192,6 +201,7 @@ def test_what_stays_broken_is_named(stored, server, tmp_path, kind, staged):
     cache.read(len(cache) - 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["features/c/0/0", "COMMITTED"])
 def test_a_killed_upload_is_resumed(s3, server, reference, name):
     fault = server.add("503", "PUT", f"{s3.location.removeprefix('s3:/')}/shards/000002/{name}", times=1000)
@@ -246,6 +256,7 @@ def shorten(data: bytes) -> bytes:
     return data[:-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
@@ -332,6 +343,18 @@ def test_credentials_come_from_the_environment(s3, server, monkeypatch):
     assert "/eu-north-1/s3/" in server.authorizations[-1]
 
 
+@pytest.mark.slow
+def test_a_target_is_captured_into_a_bucket_and_repaired(s3, server, llama_folder, tmp_path):
+    data = write_texts(tmp_path / "data", llama_folder, random_texts(20))
+    run(capture_arguments(llama_folder, data, tmp_path / "cache"))
+    reach = ["--object-store.endpoint", server.url]
+    run(capture_arguments(llama_folder, data, s3.location, *reach))
+    assert objects_of(s3) == stored_files(tmp_path / "cache")
+    obstore.delete(s3._client, ["shards/000001/features/c/0/0", "manifest.json"])
+    run(["cache", "verify", s3.location, "--repair", *reach])
+    assert objects_of(s3) == stored_files(tmp_path / "cache")
+
+
 def test_commands_take_a_url(stored, server, capsys):
     reach = ["--object-store.endpoint", server.url]
     run(["cache", "info", stored.location, *reach])
@@ -364,11 +387,15 @@ def test_damaged_shards_are_captured_anew(server, llama_folder, tmp_path, capsys
     assert verify(store) == []
 
 
-def test_describe(stored, reference):
+def bytes_of_shards(store: ObjectStorage) -> int:
+    return sum(size for name, size in store._listed("shards").items() if not name.endswith("/COMMITTED"))
+
+
+def test_describe(stored):
     told = describe(stored)
     assert told["path"] == stored.location
     assert told["complete"]
-    assert told["bytes"] == sum(len(data) for name, data in reference.items() if name.startswith("shards/"))
+    assert told["bytes"] == bytes_of_shards(stored)
 
 
 @pytest.mark.parametrize("url", ["ftp://host/cache", "memory:///cache", "s3://"])
