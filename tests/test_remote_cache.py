@@ -21,7 +21,6 @@ from dflash_lightning.cache import (
     FeatureCache,
     ObjectStoreSettings,
     StagingSettings,
-    arrays,
     create_or_join,
     describe,
     open_store,
@@ -63,12 +62,10 @@ def reference(tmp_path_factory) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def stored(server) -> ObjectStorage:
-    """A finished cache that no test changes; its samples lie in several chunks, so that they are read by ranges."""
+    """A finished cache that no test changes."""
     settings = ObjectStoreSettings(endpoint=server.url, timeout=0.5, retries=5)
     store = open_store(f"s3://{BUCKET}/finished", settings)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(arrays, "CHUNK_BYTES", 20_000)
-        capture(store)
+    capture(store)
     return store
 
 
@@ -132,8 +129,8 @@ def test_what_is_read_remotely_is_what_was_captured(stored, server, tmp_path, st
     read_all(cache)
     before = len(server.requests)
     cache.read(0)
-    index_and_chunks = 1 + -(-make_sample(0).features.nbytes // 20_000)
-    assert (len(server.requests) > before + index_and_chunks // 2) == (not staged)
+    requests = [("GET", "/features/finished/shards/000000/features/c/0/0")]
+    assert server.requests[before:] == ([] if staged else requests)
 
 
 def test_of_two_manifests_one_wins(s3):
