@@ -7,7 +7,7 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import Sampler
 
-from datamodules.plan import EpochPlanner, SampleSizes, cut
+from datamodules.plan import EpochPlanner, SampleSizes, check_budget, cut
 from dflash_lightning.cache import SampleLocation
 
 Locate = Callable[[int], SampleLocation]
@@ -70,6 +70,7 @@ class ValidationSampler(Sampler[MicroBatch]):
 
     def __init__(self, sizes: SampleSizes, locate: Locate, *, batch_tokens: int, rank: int = 0, world_size: int = 1):
         self.sizes, self.locate, self.rank, self.world_size = sizes, locate, rank, world_size
+        check_budget(sizes, batch_tokens)
         self._batches = cut(sizes, np.argsort(sizes.lengths, kind="stable"), batch_tokens)
 
     def __len__(self) -> int:

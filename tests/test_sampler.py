@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from datamodules.plan import EpochPlanner, SampleSizes, cut
+from datamodules.plan import EpochPlanner, SampleSizes
 from datamodules.sampler import StepSampler, ValidationSampler
 from dflash_lightning.errors import ConfigError
 
@@ -60,39 +60,45 @@ def test_every_step_is_the_same_for_any_number_of_ranks(world_size, accumulation
 
 
 @pytest.mark.parametrize("batches_per_step", [1, 12, 64])
-def test_every_epoch_has_as_many_micro_batches_and_takes_every_sample_once(batches_per_step):
+def test_every_epoch_has_as_many_micro_batches_and_takes_nearly_every_sample_once(batches_per_step):
     planner = plan(batches_per_step=batches_per_step)
     assert planner.num_batches % batches_per_step == 0
     for epoch in range(20):
         batches = planner.batches(epoch)
         assert len(batches) == planner.num_batches
-        assert sorted(np.concatenate(batches).tolist()) == list(range(COUNT))
+        assert all(len(batch) for batch in batches)
+        taken = np.concatenate(batches).tolist()
+        assert len(set(taken)) == len(taken) > 0.97 * COUNT
 
 
 def test_a_micro_batch_keeps_to_the_budget_and_most_come_near_it():
-    found = [padded_tokens(batch) for batch in in_order(ranks(1, batches_per_step=1))]
-    assert max(found) <= BUDGET
-    assert np.mean(found) > 0.75 * BUDGET
+    for batches_per_step in (1, 12):
+        found = [padded_tokens(batch) for batch in in_order(ranks(1, batches_per_step=batches_per_step))]
+        assert max(found) <= BUDGET
+        assert np.mean(found) > 0.6 * BUDGET
 
 
 def test_similar_lengths_share_a_micro_batch():
-    """GSM8K-like lengths: a log-normal spread of 0.5 around some 200 tokens, several samples a micro-batch."""
-    lengths = np.random.default_rng(0).lognormal(5.3, 0.5, 5000).astype(np.int64) + 20
+    """GSM8K-like lengths: a log-normal spread of 0.45 around some 250 tokens."""
+    lengths = np.random.default_rng(0).lognormal(5.4, 0.45, 5000).astype(np.int64) + 20
     sizes = SampleSizes(np.arange(5000), lengths, np.full(5000, 24), np.zeros(5000, int), BLOCK_SIZE)
-
-    def padding(batches):
-        return 1 - lengths.sum() / sum(len(batch) * lengths[batch].max() for batch in batches)
-
-    for batch_tokens in (2500, 10_000):
-        planned = plan(sizes=sizes, batch_tokens=batch_tokens, batches_per_step=8).batches(1)
-        shuffled = cut(sizes, np.random.default_rng(1).permutation(5000), batch_tokens)
-        assert padding(planned) < 0.05 < 0.3 < padding(shuffled)
+    for batch_tokens, batches_per_step in ((1500, 8), (1500, 64), (5000, 16)):
+        batches = plan(sizes=sizes, batch_tokens=batch_tokens, batches_per_step=batches_per_step).batches(1)
+        padded = sum(len(batch) * lengths[batch].max() for batch in batches)
+        assert 1 - sum(lengths[batch].sum() for batch in batches) / padded < 0.1
+        one = plan(sizes=sizes, batch_tokens=batch_tokens, batches_per_step=1).batches(1)
+        assert 1 - lengths.sum() / sum(len(batch) * lengths[batch].max() for batch in one) > 0.15
 
 
-def test_steps_and_their_neighbours_differ_in_length():
-    """The micro-batches are shuffled after the sorting: no run of short or long ones."""
-    means = np.array([SIZES.lengths[batch].mean() for batch in plan(batches_per_step=1).batches(0)])
-    assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.3
+@pytest.mark.parametrize("batches_per_step", [1, 12])
+def test_a_step_is_a_fair_draw(batches_per_step):
+    """Means of the steps' lengths scatter as those of random draws of as many samples."""
+    batches = plan(batches_per_step=batches_per_step).batches(0)
+    steps = [np.concatenate(batches[i : i + batches_per_step]) for i in range(0, len(batches), batches_per_step)]
+    deviations = [(SIZES.lengths[step].mean() - SIZES.lengths.mean()) * len(step) ** 0.5 for step in steps]
+    assert 0.5 < np.std(deviations) / SIZES.lengths.std() < 1.4
+    sizes = [len(step) for step in steps]
+    assert np.median(sizes) - 1 <= np.mean(sizes) <= np.median(sizes) + 1
 
 
 def test_samples_meet_others_in_every_epoch():
@@ -117,7 +123,8 @@ def test_anchors_in_step_counts_the_whole_step_on_every_rank():
 
 def test_what_an_epoch_leaves_out_is_counted_and_shown(caplog):
     planner = plan(batches_per_step=1)
-    planner.num_batches -= 5
+    planner.num_steps -= 20
+    planner.num_batches -= 20
     left_out = {frozenset(range(COUNT)) - frozenset(np.concatenate(planner.batches(epoch))) for epoch in range(8)}
     assert len(left_out) == 8
     with caplog.at_level("INFO"):

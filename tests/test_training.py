@@ -150,7 +150,7 @@ def cache(llama_folder, tmp_path_factory) -> Path:
 def from_cache(job, cache) -> Job:
     """Six steps of 4 micro-batches of one or two samples, planned by the data module, 3 steps an epoch; the one sample
     held back is one batch of validation after each epoch."""
-    data = {"cache": str(cache), "batch_tokens": 80, "num_anchors": 3, "validation_fraction": 0.1}
+    data = {"cache": str(cache), "batch_tokens": 90, "num_anchors": 3, "validation_fraction": 0.1}
     return replace(job, steps=None, data=data, accumulation=4, max_steps=6)
 
 
