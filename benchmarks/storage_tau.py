@@ -26,11 +26,12 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from datamodules.feature_cache import MicroBatchDataset
+from datamodules.plan import EpochPlanner, SampleSizes
 from datamodules.sampler import StepSampler
 from dflash_lightning.blocks import Blocks, build_blocks, positions_in_document
-from dflash_lightning.cache import FeatureCache
+from dflash_lightning.cache import FeatureCache, Sample
 from dflash_lightning.cache.packing import pack, unpack
-from dflash_lightning.cache.storage import STORAGES, packed_bits
+from dflash_lightning.cache.storage import STORAGES, Storage, packed_bits
 from dflash_lightning.config import DrafterConfig, DrafterSettings
 from dflash_lightning.decoding import speculative_decode
 from dflash_lightning.drafter import Drafter
@@ -42,28 +43,29 @@ from dflash_lightning.quickstart.prompts import make_prompts
 from dflash_lightning.target import load_target, load_tokenizer, stop_token_ids, target_text_config
 from dflash_lightning.visibility import attention_mask
 
-BATCH_SIZE, NUM_ANCHORS, MAX_NEW_TOKENS = 4, 24, 80
+BATCH_TOKENS, NUM_ANCHORS, MAX_NEW_TOKENS = 1400, 24, 80
 LOSS, OPTIMIZER = LossSettings(weighting="dpace"), OptimizerSettings(lr=2e-3)
 
 
 class RestoredCache(FeatureCache):
     """A bfloat16 cache whose features have been through `pack` and `unpack`, a shard at a time."""
 
-    def __init__(self, path: Path, storage: str):
+    def __init__(self, path: Path, storage: Storage):
         super().__init__(path)
-        samples = [super(RestoredCache, self).read(i) for i in range(len(self))]
-        if storage != "bfloat16":
-            for shard in set(self._shards.tolist()):
-                members = [samples[i] for i in (self._shards == shard).nonzero()[0]]
-                features = torch.cat([sample.features for sample in members])
-                packed = pack(features, packed_bits(storage), len(self.manifest.target_layer_ids))
-                parts = unpack(packed).split([len(sample.features) for sample in members])
-                for sample, part in zip(members, parts, strict=True):
+        self._restored = {}
+        bits = packed_bits(storage)
+        for shard in np.unique(self.shards):
+            members = np.flatnonzero(self.shards == shard)
+            samples = [super(RestoredCache, self).read(i) for i in members.tolist()]
+            if bits is not None:
+                features = torch.cat([sample.features for sample in samples])
+                packed = pack(features, bits, len(self.manifest.target_layer_ids))
+                for sample, part in zip(samples, unpack(packed).split(self.lengths[members].tolist()), strict=True):
                     sample.features = part
-        self._samples = samples
+            self._restored |= zip(members.tolist(), samples, strict=True)
 
-    def read(self, index: int):
-        return self._samples[index]
+    def read(self, index: int) -> Sample:
+        return self._restored[index]
 
 
 class SampledHead:
@@ -99,8 +101,15 @@ def train(
     masters = [p.detach().clone().requires_grad_() for p in drafter.parameters()]
     drafter = drafter.to(torch.bfloat16)
     optimizer = torch.optim.AdamW(masters, lr=OPTIMIZER.lr, weight_decay=0, fused=True)
-    anchors = cache.anchor_candidates.clip(max=NUM_ANCHORS)
-    sampler = StepSampler(np.arange(len(cache)), anchors, batch_size=BATCH_SIZE, seed=seed)
+    sizes = SampleSizes(
+        samples=np.arange(len(cache)),
+        lengths=cache.lengths,
+        anchors=cache.anchor_candidates.clip(max=NUM_ANCHORS),
+        shards=cache.shards,
+        block_size=config.block_size,
+    )
+    planner = EpochPlanner(sizes, batch_tokens=BATCH_TOKENS, batches_per_step=1, seed=seed)
+    sampler = StepSampler(planner, int)  # a sample's place is its number here
     dataset = MicroBatchDataset(cache, num_anchors=NUM_ANCHORS, seed=seed)
     head = SampledHead(table, cache, negatives, seed)
     step = 0
