@@ -48,7 +48,7 @@ def plan(
     max_memory: dict[int | str, str] | None = None,
     batch_tokens: int = 4096,
     shard_tokens: int = 32768,
-    storage: Storage = "bfloat16",
+    storage: Storage = "4bit",
     compression: Compression | None = None,
     num_threads: int = 1,
     object_store: ObjectStoreSettings = ObjectStoreSettings(),  # noqa: B008

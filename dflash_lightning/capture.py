@@ -115,7 +115,7 @@ def capture(
     max_memory: dict[int | str, str] | None = None,
     batch_tokens: int = 4096,
     shard_tokens: int = 32768,
-    storage: Storage = "bfloat16",
+    storage: Storage = "4bit",
     compression: Compression | None = None,
     num_threads: int = 1,
     max_quarantined: float = 0.01,

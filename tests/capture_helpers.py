@@ -30,5 +30,6 @@ def capture_arguments(target: Path, data: Path, cache: Path | str, *more: str) -
     """The command line of a capture into many small shards."""
     return [
         *("capture", "--target", str(target), "--data", str(data), "--cache", str(cache), "--device", "cpu"),
-        *("--target-layer-ids", "[1, 3, 4]", "--batch-tokens", "100", "--shard-tokens", "50", *more),
+        *("--target-layer-ids", "[1, 3, 4]", "--batch-tokens", "100", "--shard-tokens", "50"),
+        *("--storage", "bfloat16", *more),
     ]

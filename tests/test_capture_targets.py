@@ -20,7 +20,8 @@ def check_captured(target: str, tmp_path: Path, dtype: str) -> CacheManifest:
     """Capture texts, one a batch, and compare bit by bit with the whole target's features of the same batches."""
     samples, cache = random_texts(4), tmp_path / "cache"
     data = write_texts(tmp_path / "data", target, samples)
-    capture(target, data, str(cache), target_layer_ids=LAYERS, dtype=dtype, device="cpu", batch_tokens=1)
+    settings = {"target_layer_ids": LAYERS, "storage": "bfloat16", "device": "cpu", "batch_tokens": 1}
+    capture(target, data, str(cache), dtype=dtype, **settings)
     assert verify(cache) == []
     model, stored = load_target(target, dtype=getattr(torch, dtype)), FeatureCache(cache)
     assert len(stored) == len(samples)
@@ -57,7 +58,8 @@ def test_a_gguf_file_gives_the_features_of_the_folder_made_from_it(smollm2_folde
     caches = []
     for place, target in (("file", gguf), ("folder", smollm2_folder)):
         data = write_texts(tmp_path / place, target, random_texts(4))
-        capture(str(target), data, str(tmp_path / f"{place}-cache"), target_layer_ids=LAYERS, device="cpu")
+        settings = {"target_layer_ids": LAYERS, "storage": "bfloat16", "device": "cpu"}
+        capture(str(target), data, str(tmp_path / f"{place}-cache"), **settings)
         caches.append(FeatureCache(tmp_path / f"{place}-cache"))
     of_file, of_folder = caches
     for index in range(len(of_file)):

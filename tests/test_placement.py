@@ -20,7 +20,13 @@ from dflash_lightning.features import compute_features
 from dflash_lightning.target import Placement, load_first_layers, load_target, target_text_config
 
 LAYERS = [3, 1]
-SETTINGS = {"target_layer_ids": LAYERS, "dtype": "float32", "batch_tokens": 64, "shard_tokens": 100}
+SETTINGS = {
+    "storage": "bfloat16",
+    "target_layer_ids": LAYERS,
+    "dtype": "float32",
+    "batch_tokens": 64,
+    "shard_tokens": 100,
+}
 
 
 def features(cache) -> list[torch.Tensor]:

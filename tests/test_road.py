@@ -14,6 +14,7 @@ from helpers import MASK_TOKEN_ID, load_tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dflash_lightning.cache import FeatureCache
+from dflash_lightning.cache.packing import unpack
 from dflash_lightning.checkpoints import read_training_checkpoint
 from dflash_lightning.cli import run
 from dflash_lightning.errors import CacheError, ConfigError, DataError, ExportError, TargetError
@@ -237,8 +238,9 @@ def test_cached_features_are_hidden_states_of_single_unpadded_forwards(road, lla
         with torch.no_grad():
             states = target(torch.from_numpy(sample.input_ids).long()[None], output_hidden_states=True).hidden_states
         expected = torch.cat([states[2][0], states[4][0]], dim=-1)
-        # bf16: a padded batch is rounded differently from a single row.
-        torch.testing.assert_close(sample.features.float(), expected.float(), rtol=0.05, atol=0.05)
+        # The default storage has 4 bits a value, whose error is a tenth of the channels' spread.
+        error = (unpack(sample.features) - expected).float().norm() / (expected - expected.mean(dim=0)).float().norm()
+        assert 0.05 < error < 0.15
 
 
 @pytest.mark.slow
