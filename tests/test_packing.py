@@ -123,9 +123,9 @@ def test_a_cache_of_any_storage_reaches_the_module(storage, tmp_path):
 
 
 def test_chunks_are_even_and_small(monkeypatch):
-    monkeypatch.setattr(arrays, "PACKED_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(arrays, "CHUNK_BYTES", 1000)
     for rows, expected in ((7, 7), (10, 10), (11, 6), (20, 10), (21, 7), (1, 1)):
-        assert arrays.chunk_rows(np.zeros((rows, 100), dtype=np.uint8)) == expected
-    assert arrays.chunk_rows(np.zeros((3, 4000), dtype=np.uint8)) == 1
+        assert arrays.chunk_rows(np.zeros((rows, 100), dtype=np.uint8), "zstd") == expected
+    assert arrays.chunk_rows(np.zeros((3, 4000), dtype=np.uint8), "none") == 1
     for rows, expected in ((1, 1), (32, 32), (33, 17), (1000, 32)):
-        assert arrays.chunk_rows(np.zeros((rows, 4000), dtype=np.uint16)) == expected
+        assert arrays.chunk_rows(np.zeros((rows, 4000), dtype=np.uint16), "lz4") == expected

@@ -12,9 +12,10 @@ from dflash_lightning.cache.storage import Compression, Storage, packed_bits
 FEATURES = "features"
 CHANNELS = "channels"
 # A chunk of features is the least that is read and the most that is compressed at once. To read a sample of some
-# hundred tokens, few rows of others should have to be decoded; packed rows are small, and compress across samples.
-PLAIN_CHUNK_ROWS = 32
-PACKED_CHUNK_BYTES = 1 << 20
+# hundred tokens, few rows of others should have to be decoded. Rows that aren't compressed needn't be; packed rows are
+# small, and compress across samples.
+LZ4_CHUNK_ROWS = 32
+CHUNK_BYTES = 1 << 20
 # Zarr returns fill values for a missing object and for an empty one, without a word. None of these can be the last
 # stored value (0xFFFF is a bfloat16 NaN, 255 is never in UTF-8, a packed row ends with a scale), so a reader can tell.
 _FILL_VALUES = {
@@ -88,7 +89,7 @@ def write_arrays(
         fill_value = expected[name]
         assert values.dtype == fill_value.dtype, name
         is_features = name == FEATURES
-        chunk = (chunk_rows(values), values.shape[1]) if is_features else values.shape
+        chunk = (chunk_rows(values, compression), values.shape[1]) if is_features else values.shape
         whole = (-(-len(values) // chunk[0]) * chunk[0], values.shape[1]) if is_features else None
         lossless = _FEATURE_CODECS[compression] if is_features else (BloscCodec(typesize=values.itemsize, **_LZ4),)
         array = group.create_array(
@@ -105,10 +106,9 @@ def write_arrays(
         array[...] = values
 
 
-def chunk_rows(features: np.ndarray) -> int:
+def chunk_rows(features: np.ndarray, compression: Compression) -> int:
     """Rows of a chunk: the rows are cut evenly, as the last chunk is stored as large as the others."""
-    is_plain = features.dtype == _PLAIN[FEATURES].dtype
-    most = PLAIN_CHUNK_ROWS if is_plain else max(1, PACKED_CHUNK_BYTES // features[0].nbytes)
+    most = LZ4_CHUNK_ROWS if compression == "lz4" else max(1, CHUNK_BYTES // features[0].nbytes)
     chunks = -(-len(features) // most)
     return -(-len(features) // chunks)
 
