@@ -12,10 +12,9 @@ from dflash_lightning.cache.storage import Compression, Storage, packed_bits
 FEATURES = "features"
 CHANNELS = "channels"
 # A chunk of features is the least that is read and the most that is compressed at once. To read a sample of some
-# hundred tokens, few rows of others should have to be decoded. Rows that aren't compressed needn't be; packed rows are
-# small, and compress across samples.
+# hundred tokens, few rows of others should have to be decoded: a chunk is small. lz4 finds what it finds within a row.
 LZ4_CHUNK_ROWS = 32
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 18
 # Zarr returns fill values for a missing object and for an empty one, without a word. None of these can be the last
 # stored value (0xFFFF is a bfloat16 NaN, 255 is never in UTF-8, a packed row ends with a scale), so a reader can tell.
 _FILL_VALUES = {
