@@ -6,7 +6,9 @@ packing and syncing, `unpack` is what the training device does, here a sample at
 of the difference over that of the features less their mean, by layer, the first token of each sample left out; `first`
 is the difference over the features for first tokens, whose values are massive.
 
-    python benchmarks/storage.py --cache runs/quickstart/cache
+    dflash-lightning capture --target runs/quickstart/target --data runs/quickstart/data/train \\
+        --cache runs/plain --storage bfloat16
+    python benchmarks/storage.py --cache runs/plain
 """
 
 import argparse
@@ -88,6 +90,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     cache = FeatureCache(options.cache)
+    if cache.manifest.storage != "bfloat16":
+        raise SystemExit(f"{options.cache} stores features in {cache.manifest.storage}; this needs a bfloat16 cache")
     source = [cache.read(i) for i in range(len(cache))]
     lines = []
     for storage in STORAGES:

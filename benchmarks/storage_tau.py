@@ -1,15 +1,17 @@
 """What fewer bits a feature cost: acceptance length by real decoding after training on packed features.
 
-Takes the quickstart's finished cache (bfloat16), target and settings. For every storage, seed and number of steps it
-packs the training features shard by shard, trains the quickstart's drafter on what unpacking gives back, and decodes
-held-out prompts with the target's own exact features. One JSON line a run goes to --output; runs that are already there
-are skipped, so that it can be stopped and go on.
+Takes the quickstart's target and settings, and a bfloat16 cache of its texts. For every storage, seed and number of
+steps it packs the training features shard by shard, trains the quickstart's drafter on what unpacking gives back, and
+decodes held-out prompts with the target's own exact features. One JSON line a run goes to --output; runs that are
+already there are skipped, so that it can be stopped and go on.
 
 By default the loss is a sampled softmax: every token of the training texts, and --negatives others drawn anew at each
 step, which stand for all others. That makes a step several times cheaper, and is the same for every storage; decoding
 takes the whole vocabulary. --negatives 0 trains on the whole vocabulary, as the quickstart does.
 
-    python benchmarks/storage_tau.py --run runs/quickstart --output storage_tau.jsonl --steps 480 1440
+    dflash-lightning capture --target runs/quickstart/target --data runs/quickstart/data/train \\
+        --cache runs/plain --storage bfloat16
+    python benchmarks/storage_tau.py --target runs/quickstart/target --cache runs/plain --output storage_tau.jsonl
 """
 
 import argparse
@@ -29,7 +31,7 @@ from datamodules.feature_cache import MicroBatchDataset
 from datamodules.plan import EpochPlanner, SampleSizes
 from datamodules.sampler import StepSampler
 from dflash_lightning.blocks import Blocks, build_blocks, positions_in_document
-from dflash_lightning.cache import FeatureCache, Sample
+from dflash_lightning.cache import CacheManifest, FeatureCache, Sample, open_store
 from dflash_lightning.cache.packing import pack, unpack
 from dflash_lightning.cache.storage import STORAGES, Storage, packed_bits
 from dflash_lightning.config import DrafterConfig, DrafterSettings
@@ -52,6 +54,8 @@ class RestoredCache(FeatureCache):
 
     def __init__(self, path: Path, storage: Storage):
         super().__init__(path)
+        if self.manifest.storage != "bfloat16":
+            raise SystemExit(f"{path} stores features in {self.manifest.storage}; this needs a bfloat16 cache")
         self._restored = {}
         bits = packed_bits(storage)
         for shard in np.unique(self.shards):
@@ -158,7 +162,8 @@ def held_out_prompts(tokenizer, count: int) -> list[Prompt]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, required=True, help="folder of a finished quickstart run")
+    parser.add_argument("--target", required=True, help="the quickstart's target")
+    parser.add_argument("--cache", type=Path, required=True, help="a bfloat16 cache of the quickstart's texts")
     parser.add_argument("--output", type=Path, required=True, help="JSON lines of the runs, appended to")
     parser.add_argument("--storages", nargs="+", default=list(STORAGES), choices=STORAGES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -169,13 +174,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
-    target_folder = str(options.run / "target")
-    tokenizer = load_tokenizer(target_folder)
-    target = load_target(target_folder, dtype=torch.bfloat16)
+    tokenizer = load_tokenizer(options.target)
+    target = load_target(options.target, dtype=torch.bfloat16)
     prompts = held_out_prompts(tokenizer, options.prompts)
     stop_ids = stop_token_ids(target, tokenizer)
-    settings = DrafterSettings(num_layers=2, block_size=8, num_tapped_layers=5, mask_token_id=3)
-    config = DrafterConfig.from_target(settings, target_text_config(target_folder), mask_token_id=3)
+    layer_ids = list(CacheManifest.load(open_store(options.cache)).target_layer_ids)
+    settings = DrafterSettings(num_layers=2, block_size=8, target_layer_ids=layer_ids, mask_token_id=3)
+    config = DrafterConfig.from_target(settings, target_text_config(options.target), mask_token_id=3)
 
     done = []
     if options.output.exists():
@@ -185,7 +190,7 @@ def main() -> None:
         if any(key.items() <= run.items() for run in done):
             continue
         started = time.perf_counter()
-        cache = RestoredCache(options.run / "cache", storage)
+        cache = RestoredCache(options.cache, storage)
         table = target.get_input_embeddings().weight.detach()
         drafter = train(cache, config, table, steps=steps, seed=seed, negatives=options.negatives)
         committed = [

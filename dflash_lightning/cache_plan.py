@@ -21,10 +21,9 @@ from dflash_lightning.cache import (
     create_or_join,
     open_store,
 )
-from dflash_lightning.cache.samples import storable
 from dflash_lightning.cache.storage import STORAGES, Compression, Storage, default_compression
 from dflash_lightning.capture import capture_samples
-from dflash_lightning.capture_job import CaptureJob, plan_capture, stored_tokens
+from dflash_lightning.capture_job import CaptureJob, plan_capture
 from dflash_lightning.errors import ConfigError, DataError
 from dflash_lightning.prepared import PreparedSample
 from dflash_lightning.progress import say
@@ -73,7 +72,7 @@ def plan(
         batch_tokens: tokens of a forward, padding included.
         shard_tokens: tokens of a shard.
         storage: how features are to be stored.
-        compression: what features are compressed with. Default: lz4 for bfloat16, zstd for packed ones.
+        compression: what features are compressed with. Default: lz4 for bfloat16, none for packed ones.
         num_threads: CPU threads.
         object_store: how to reach a cache that is a URL.
 
@@ -112,7 +111,7 @@ def measure(job: CaptureJob, free_bytes: int | None) -> dict[str, Any]:
         overlapped), seconds (of one process), free_bytes (None if unknown), and `storages`: for each storage
         bytes_per_token, bytes and fits (None if unknown).
     """
-    tokens = sum(map(stored_tokens, job.samples))
+    tokens = job.stored_tokens(range(job.manifest.num_shards))
     sample, compute_seconds = _timed_batches(job)
     storages, write_seconds = {}, 0.0
     for storage in STORAGES:
@@ -161,7 +160,7 @@ def _timed_batches(job: CaptureJob) -> tuple[list[Sample], float]:
     seconds = time.perf_counter() - start
     if not samples:
         raise DataError("none of the samples that were tried can go through the target; `capture` names the reasons.")
-    return [storable(sample, layer_ids, job.manifest.hidden_size) for sample in samples], seconds
+    return samples, seconds
 
 
 def _spread(samples: list[PreparedSample], tokens: int) -> list[PreparedSample]:
@@ -178,7 +177,10 @@ def _stored(job: CaptureJob, sample: list[Sample], storage: Storage, compression
         writer: CacheWriter = create_or_join(folder, manifest, max_quarantined=1.0)
         start = time.perf_counter()
         marker = writer.write_shard(0, sample)
-        return marker.num_bytes / max(1, marker.rows), time.perf_counter() - start
+        seconds = time.perf_counter() - start
+    if not marker.samples:
+        raise DataError("none of the samples that were tried can be stored; `capture` names the reasons.")
+    return marker.num_bytes / marker.rows, seconds
 
 
 def _print(record: dict[str, Any]) -> None:

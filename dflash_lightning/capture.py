@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from dflash_lightning.cache import (
     BackgroundWriter,
+    CacheManifest,
     CacheWriter,
     ObjectStoreSettings,
     Quarantined,
@@ -26,7 +27,7 @@ from dflash_lightning.cache import (
 )
 from dflash_lightning.cache.space import check_space
 from dflash_lightning.cache.storage import Compression, Storage
-from dflash_lightning.capture_job import CaptureJob, plan_capture, stored_tokens
+from dflash_lightning.capture_job import CaptureJob, plan_capture
 from dflash_lightning.distributed import leaders_value
 from dflash_lightning.errors import ConfigError
 from dflash_lightning.features import compute_features
@@ -56,8 +57,8 @@ def capture_samples(
 ) -> Iterator[tuple[int, Sample | Quarantined]]:
     """Features of each sample, batch by batch: pairs of index and finished sample, in no particular order.
 
-    Rows are padded on the right and cut back, so that a sample's features don't depend on its neighbours. A sample that
-    the target can't take is quarantined.
+    Rows are padded on the right and cut back: neighbours change nothing but the last bits of a sample's features. A
+    sample that the target can't take is quarantined.
     """
     vocab_size = target.config.get_text_config().vocab_size
     usable = []
@@ -140,8 +141,9 @@ def capture(
         max_memory: what device_map may use, by device: {0: 70GiB, cpu: 100GiB}.
         batch_tokens: tokens of a forward, padding included.
         shard_tokens: tokens of a shard, the unit that is redone after an interruption.
-        storage: how features are stored: as they are, or packed into fewer bits (see docs/cache.md for the price).
-        compression: what features are compressed with, without loss. Default: lz4 for bfloat16, zstd for packed ones.
+        storage: how features are stored: bfloat16 as they are, or rounded to so many bits a value (docs/cache.md shows
+            what each costs and keeps).
+        compression: what features are compressed with, without loss. Default: lz4 for bfloat16, none for packed ones.
         num_threads: CPU threads of each process, whatever its launcher allows. The last bits of the features depend on
             it, so a cache has one number; to use more cores, run more processes.
         max_quarantined: share of the samples that may be left out because they can't be stored (NaN features and the
@@ -167,10 +169,11 @@ def capture(
         compression=compression,
         num_threads=num_threads,
     )
-    store = open_store(cache, object_store)
+    store, planned = open_store(cache, object_store), set(range(job.manifest.num_shards))
+    if not CacheManifest.exists(store):  # a refusal leaves nothing behind
+        check_space(store, job.manifest, job.stored_tokens(planned))
     writer = create_or_join(store, job.manifest, rank=job.place.rank, max_quarantined=max_quarantined)
-    missing = [i for i in range(job.manifest.num_shards) if not writer.is_committed(i)]
-    check_space(store, job.manifest, sum(stored_tokens(sample) for i in missing for sample in job.members(i)))
+    check_space(store, job.manifest, job.stored_tokens(planned - writer.committed()))
     write_missing_shards(job, writer)
 
 

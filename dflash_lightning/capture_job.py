@@ -1,6 +1,6 @@
 """What a capture is to do: the plan of a cache, from the target, the data and the settings."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -41,6 +41,10 @@ class CaptureJob:
     def members(self, shard: int) -> list[PreparedSample]:
         """The samples that are planned for a shard."""
         return self.samples[self._bounds[shard] : self._bounds[shard + 1]]
+
+    def stored_tokens(self, shards: Iterable[int]) -> int:
+        """Tokens that these shards will store, if no sample is quarantined: a prepared text ends with its response."""
+        return sum(len(sample.input_ids) for shard in shards for sample in self.members(shard))
 
     @cached_property
     def _bounds(self) -> list[int]:
@@ -118,11 +122,6 @@ def plan_capture(
     )
     group = form_groups(place, placement.tensor_parallel_size)
     return CaptureJob(target, manifest, samples, placement, place, group)
-
-
-def stored_tokens(sample: PreparedSample) -> int:
-    """Tokens of a sample that a cache stores: those up to the last supervised one."""
-    return max((i + 1 for i, supervised in enumerate(sample.loss_mask) if supervised), default=0)
 
 
 def plan_shards(samples: Sequence[PreparedSample], shard_tokens: int) -> list[range]:

@@ -1,6 +1,7 @@
 """`cache plan` against what the capture then takes, and the refusal of what can't fit."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from capture_helpers import capture_arguments, random_texts, write_texts
@@ -56,7 +57,9 @@ def test_a_capture_that_cannot_fit_does_not_start(data, llama_folder, tmp_path, 
         full.setattr(LocalFolder, "free_bytes", lambda _: needed - 1)
         with pytest.raises(CacheError, match=rf"{tokens:,} tokens need {needed:,} bytes .* {needed - 1:,} bytes are"):
             run(capture_arguments(*arguments))
-        assert not list(cache.glob("shards/*"))
+        assert not cache.exists()
+        run(capture_arguments(*arguments[:2], tmp_path / "packed", "--storage", "8bit"))  # as the message advises
+        capsys.readouterr()
         run([*plan_arguments(*arguments), "--json"])
         assert not json.loads(capsys.readouterr().out)["storages"]["bfloat16"]["fits"]
         # Well compressed it may fit, so it may be tried.
@@ -66,3 +69,11 @@ def test_a_capture_that_cannot_fit_does_not_start(data, llama_folder, tmp_path, 
     monkeypatch.setattr(LocalFolder, "free_bytes", lambda _: 0)
     run(capture_arguments(*arguments))  # nothing is left to write
     assert len(FeatureCache(cache)) == 60
+
+
+def test_a_plan_bears_samples_that_a_capture_would_quarantine(llama_folder, tmp_path, capsys):
+    samples = random_texts(6)
+    samples[2] = replace(samples[2], response_start=len(samples[2].input_ids) - 1)  # no place for a block
+    data = write_texts(tmp_path / "data", llama_folder, samples)
+    run([*plan_arguments(llama_folder, data, tmp_path / "cache"), "--json"])
+    assert json.loads(capsys.readouterr().out)["samples"] == 6

@@ -139,6 +139,15 @@ class CacheManifest:
         """The content of `manifest.json`, and of its copy."""
         return dump_record(asdict(self))
 
+    @staticmethod
+    def exists(store: CacheStore) -> bool:
+        """Whether a cache was begun here."""
+        try:
+            store.size(MANIFEST)
+        except FileNotFoundError:
+            return False
+        return True
+
     @classmethod
     def load(cls, store: CacheStore, name: str = MANIFEST) -> "CacheManifest":
         """Read the manifest of a cache, or its copy.

@@ -83,7 +83,10 @@ def measure_channels(features: Tensor, num_layers: int) -> Tensor:
     usual = (sizes <= MASSIVE * sizes.median(dim=0, keepdim=True).values).float()
     count = usual.sum(dim=0)
     mean = (values * usual).sum(dim=0) / count
-    deviation = ((values - mean).pow(2) * usual).sum(dim=0).div(count).sqrt()
+    squares = (values - mean).pow(2)
+    deviation = (squares * usual).sum(dim=0).div(count).sqrt()
+    # A channel that only massive tokens move.
+    deviation = torch.where(deviation > 0, deviation, squares.mean(dim=0).sqrt())
     return torch.stack((mean.flatten(), deviation.flatten()))
 
 

@@ -6,10 +6,8 @@ from dflash_lightning.cache.storage import Storage, packed_bits
 from dflash_lightning.cache.store import CacheStore
 from dflash_lightning.errors import CacheError
 
-# A token's id and its place in the loss mask.
-PLAIN_TOKEN_BYTES = 4 + 1
-# Lossless compression of features was never seen to leave less than this (docs/cache.md).
-LEAST_COMPRESSED = 0.5
+# What lossless compression leaves at the very least: lz4 finds the exponents, zstd also tokens that samples share.
+LEAST_LEFT = {"none": 1.0, "lz4": 0.5, "zstd": 0.2}
 
 
 def feature_row_bytes(storage: Storage, width: int) -> int:
@@ -30,8 +28,8 @@ def check_space(store: CacheStore, manifest: CacheManifest, tokens: int) -> None
         CacheError: even well compressed, they need more than the free space.
     """
     free = store.free_bytes()
-    share = 1.0 if manifest.compression == "none" else LEAST_COMPRESSED
-    needed = int(tokens * feature_row_bytes(manifest.storage, manifest.feature_width) * share)
+    row_bytes = feature_row_bytes(manifest.storage, manifest.feature_width)
+    needed = int(tokens * row_bytes * LEAST_LEFT[manifest.compression])
     if free is not None and needed > free:
         raise CacheError(
             f"{store.location}: {tokens:,} tokens need {needed:,} bytes at the very least, and {free:,} bytes are "

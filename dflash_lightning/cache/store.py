@@ -263,7 +263,7 @@ def removed_afterwards(path: Path) -> Iterator[None]:
 
 @contextmanager
 def space_needed(folder: Path, needed: int, advice: str = CAPTURE_AGAIN) -> Iterator[None]:
-    """Make "no space left" a CacheError with bytes needed (an upper bound) and free.
+    """Make a CacheError of a disk that is full (with bytes needed, an upper bound, and free) or can't be written to.
 
     Args:
         folder: an existing folder on the file system in question.
@@ -271,7 +271,9 @@ def space_needed(folder: Path, needed: int, advice: str = CAPTURE_AGAIN) -> Iter
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.EROFS, errno.EIO, errno.ESTALE):
+            raise CacheError(f"{folder} can't be written to: {os.strerror(error.errno)}. {advice}") from error
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         free = shutil.disk_usage(folder).free
         raise CacheError(

@@ -1,0 +1,68 @@
+"""Every benchmark runs, at tiny size: a figure that nobody can make again is none."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from capture_helpers import capture_arguments, random_texts, write_texts
+
+from dflash_lightning.cache.storage import STORAGES
+from dflash_lightning.cli import run
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+def benchmark(name: str, *arguments) -> str:
+    command = [sys.executable, str(BENCHMARKS / name), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=BENCHMARKS.parent)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def data(llama_folder, tmp_path_factory):
+    return write_texts(tmp_path_factory.mktemp("benchmarks") / "data", llama_folder, random_texts(24))
+
+
+@pytest.fixture(scope="module")
+def plain_cache(data, llama_folder):
+    cache = data.parent / "cache"
+    layers = ("--target-layer-ids", "[0, 1, 2, 3, 4]", "--shard-tokens", "300")
+    run(capture_arguments(llama_folder, data, cache, *layers))
+    return cache
+
+
+@pytest.mark.slow
+def test_storage(plain_cache, tmp_path):
+    benchmark("storage.py", "--cache", plain_cache, "--output", tmp_path / "results")
+    results = [json.loads(line) for line in (tmp_path / "results").read_text().splitlines()]
+    assert {result["storage"] for result in results} == set(STORAGES)
+    exact = [result for result in results if result["storage"] == "bfloat16"]
+    assert all(error == 0 for result in exact for error in result["error"])
+    by_bits = [result["error"][2] for result in results if result["compression"] == "none"]
+    assert by_bits == sorted(by_bits)
+
+
+@pytest.mark.slow
+def test_storage_tau(plain_cache, llama_folder, tmp_path):
+    arguments = ("--target", llama_folder, "--cache", plain_cache, "--output", tmp_path / "results", "--seeds", 0)
+    size = ("--steps", 2, "--prompts", 2, "--negatives", 16)
+    benchmark("storage_tau.py", *arguments, *size, "--storages", "bfloat16", "2bit")
+    benchmark("storage_tau.py", *arguments, *size, "--storages", "2bit", "1bit")
+    results = [json.loads(line) for line in (tmp_path / "results").read_text().splitlines()]
+    assert [result["storage"] for result in results] == ["bfloat16", "2bit", "1bit"]
+    assert all(1 <= result["tau"] <= 8 for result in results)
+
+
+@pytest.mark.slow
+def test_capture_overlap(data, llama_folder):
+    assert benchmark(
+        *("capture_overlap.py", "--target", llama_folder, "--data", data, "--rounds", 1, "--target-layer-ids", 0, 1)
+    )
+
+
+@pytest.mark.slow
+def test_cache_open():
+    assert benchmark("cache_open.py", "--samples", 2000)
