@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from dflash_lightning.cache import Fault, ObjectStoreSettings, describe, open_store
+from dflash_lightning.cache import CacheStore, Fault, ObjectStoreSettings, describe, open_store
 from dflash_lightning.cache import verify as find_faults
+from dflash_lightning.cache.verify import sound_manifest
 from dflash_lightning.errors import CacheError
-from dflash_lightning.progress import say
+from dflash_lightning.progress import say, track
 
 
 def info(cache: str, json: bool = False, object_store: ObjectStoreSettings = ObjectStoreSettings()) -> None:  # noqa: B008
@@ -55,17 +56,20 @@ def verify(
         cache: folder or URL of the feature cache.
         json: print one JSON object: the faults that there are, and those that were repaired.
         repair: rebuild what is damaged or missing and verify again: the manifest from its copy, shards by a capture
-            with the settings that the manifest names. Not while a capture runs.
+            with the settings that the manifest names. Not while a capture runs; an unfinished one is finished by the
+            same capture command.
         target: for a repair: where the target is now. Default: where it was.
         data: for a repair: where the prepared data is now. Default: where it was.
-        max_quarantined: for a repair: share of the samples that may be left out, as in `capture`.
+        max_quarantined: for a repair: share of the samples that may be left out, as in `capture`; what the cache
+            leaves out already is allowed.
         object_store: how to reach a cache that is a URL.
 
     Raises:
         CacheError: something is missing or damaged, and wasn't repaired; each fault is listed with shard and object.
     """
     store = open_store(cache, object_store)
-    faults, repaired = find_faults(store), []
+    num_shards = sound_manifest(store)[0].num_shards
+    faults, repaired = _scan(store, num_shards), []
     if faults and repair:
         # Loads torch and transformers, which a mere verification has no need of.
         from dflash_lightning.repair import repair as rebuild
@@ -75,7 +79,7 @@ def verify(
         broken = sorted({fault.shard for fault in faults if fault.shard is not None})
         with redirect_stdout(sys.stderr) if json else nullcontext():
             rebuild(store, broken, target=target, data=data, max_quarantined=max_quarantined)
-        remaining = find_faults(store)
+        remaining = _scan(store, num_shards)
         faults, repaired = remaining, [fault for fault in faults if fault not in remaining]
     if json:
         record = {"path": store.location, "faults": faults, "repaired": repaired}
@@ -83,18 +87,39 @@ def verify(
     elif faults:
         _print_faults(faults)
     if faults:
-        raise CacheError(
-            f"{cache}: {len(faults)} faults. Add --repair to rebuild what is damaged."
-            if not repair
-            else f"{cache}: {len(faults)} faults are left after the repair. Does something else write to this cache?"
-        )
+        raise CacheError(f"{cache}: {_conclusion(faults, num_shards, repair)}")
     if not json:
-        done = f"{len(repaired)} faults repaired; " if repaired else ""
+        done = f"{_count(repaired)} repaired; " if repaired else ""
         say(f"{cache}: {done}every object is there and equals its checksum")
 
 
+def _scan(store: CacheStore, num_shards: int) -> list[Fault]:
+    with track(num_shards, "verify", "shards") as progress:
+        return find_faults(store, progress.advance)
+
+
 def _print_faults(faults: list[Fault]) -> None:
+    """A table of what is damaged; shards that aren't committed are only counted, by `_conclusion`."""
     table = Table("shard", "object", Column("fault", overflow="fold"))
     for fault in faults:
-        table.add_row("" if fault.shard is None else f"{fault.shard:06d}", escape(fault.object), escape(fault.what))
-    Console().print(table)
+        if not fault.uncommitted:
+            table.add_row("" if fault.shard is None else f"{fault.shard:06d}", escape(fault.object), escape(fault.what))
+    if table.row_count:
+        Console().print(table)
+
+
+def _conclusion(faults: list[Fault], num_shards: int, repaired: bool) -> str:
+    """What there is in all, and what to do about it."""
+    damage = [fault for fault in faults if not fault.uncommitted]
+    missing = f"{len(faults) - len(damage)} of {num_shards} shards aren't committed"
+    if repaired:
+        return f"{_count(faults)} left after the repair. Does something else write to this cache?"
+    if not damage:
+        return f"{missing}: run the same capture command again."
+    if len(damage) == len(faults):
+        return f"{_count(damage)}. Add --repair to rebuild what is damaged."
+    return f"{_count(damage)}, and {missing}. Once no capture runs any more, add --repair to make all of that anew."
+
+
+def _count(faults: list[Fault]) -> str:
+    return f"{len(faults)} fault{'' if len(faults) == 1 else 's'}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dflash_lightning.cache import CacheManifest, Sample, TargetIdentity, create_or_join
+from dflash_lightning.cache import CacheManifest, CacheStore, Fault, Sample, TargetIdentity, create_or_join, verify
 
 LAYERS = (1, 4, 2)
 HIDDEN = 24
@@ -99,3 +99,8 @@ def stored_files(path: Path) -> dict[str, bytes]:
         for file in sorted(path.rglob("*"))
         if file.is_file() and file.name != "COMMITTED"
     }
+
+
+def faults_beside_index(cache: Path | CacheStore) -> list[Fault]:
+    """What `verify` finds, but for the missing index, which `capture` above leaves out."""
+    return [fault for fault in verify(cache) if fault.object != "index"]

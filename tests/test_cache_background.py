@@ -7,9 +7,9 @@ import signal
 import threading
 
 import pytest
-from cache_helpers import SHARD_SAMPLES, capture, make_manifest, shard_samples, stored_files
+from cache_helpers import SHARD_SAMPLES, capture, faults_beside_index, make_manifest, shard_samples, stored_files
 
-from dflash_lightning.cache import BackgroundWriter, create_or_join, verify
+from dflash_lightning.cache import BackgroundWriter, create_or_join
 from dflash_lightning.cache import writer as writer_module
 from dflash_lightning.errors import CacheError
 
@@ -55,7 +55,7 @@ def test_the_cache_is_the_one_that_is_written_in_the_foreground(tmp_path):
     capture(tmp_path / "foreground")
     capture_in_background(tmp_path / "background")
     assert stored_files(tmp_path / "background") == stored_files(tmp_path / "foreground")
-    assert verify(tmp_path / "background") == []
+    assert faults_beside_index(tmp_path / "background") == []
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from datamodules.feature_cache import MicroBatchDataset
 from datamodules.sampler import MicroBatch
-from dflash_lightning.cache import FeatureCache, create_or_join, verify, write_index
+from dflash_lightning.cache import Fault, FeatureCache, create_or_join, verify, write_index
 from dflash_lightning.cache.index import INDEX, SampleIndex, id_hash
 from dflash_lightning.cache.store import TEMPORARY_PREFIX, LocalFolder
 from dflash_lightning.errors import CacheError
@@ -75,14 +75,36 @@ def test_any_damage_to_the_index_is_found(cache_folder):
     whole = (cache_folder / INDEX).read_bytes()
     positions = random.Random(3)
     damaged = [whole[:k] + bytes([whole[k] ^ 4]) + whole[k + 1 :] for k in positions.sample(range(len(whole)), 60)]
-    for data in [*damaged, whole[:-1], whole + b"\0", b"", whole[:40]]:
+    for data in [*damaged, whole[:-1], whole + b"\0", whole[:40]]:
         (cache_folder / INDEX).write_bytes(data)
-        with pytest.raises(CacheError, match="object index: damaged"):
+        with pytest.raises(
+            CacheError, match=r"object index: damaged: [^.]*\. Run `[^`]* cache verify [^`]* --repair`$"
+        ):
             FeatureCache(cache_folder)
         (fault,) = verify(cache_folder)
         assert (fault.shard, fault.object) == (None, INDEX)
+        assert "index" not in fault.what
+        assert "--repair" not in fault.what
     assert write_index(cache_folder)
     assert (cache_folder / INDEX).read_bytes() == whole
+
+
+def test_a_finished_cache_without_an_index_is_a_fault(cache_folder):
+    (cache_folder / INDEX).unlink()
+    assert verify(cache_folder) == [Fault(None, INDEX, "it is missing, though all shards are committed")]
+
+
+def test_removing_a_shard_withdraws_the_index(cache_folder):
+    """However the removal ends, the cache doesn't open as a whole one."""
+    writer = create_or_join(cache_folder, make_manifest())
+    writer.remove(2)
+    with pytest.raises(CacheError, match="3 of 4 shards are committed"):
+        FeatureCache(cache_folder)
+    assert [fault.object for fault in verify(cache_folder)] == ["COMMITTED"]
+    writer.write_shard(2, shard_samples(2))
+    assert [fault.object for fault in verify(cache_folder)] == [INDEX]
+    assert write_index(cache_folder)
+    assert verify(cache_folder) == []
 
 
 def rewrite_shard(folder: Path, shard: int, samples) -> None:

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from cache_helpers import HIDDEN, LAYERS, SHARD_SAMPLES, capture, make_manifest, make_sample, shard_samples
+from cache_helpers import (
+    HIDDEN,
+    LAYERS,
+    SHARD_SAMPLES,
+    capture,
+    faults_beside_index,
+    make_manifest,
+    make_sample,
+    shard_samples,
+)
 from torch.utils.data import DataLoader, Dataset
 
 from dflash_lightning.cache import (
@@ -20,6 +29,7 @@ from dflash_lightning.cache import (
     restore_manifest,
     sample_reader,
     verify,
+    write_index,
 )
 from dflash_lightning.cache.arrays import fill_values, objects_of
 from dflash_lightning.errors import CacheError
@@ -69,7 +79,7 @@ def flip(file: Path) -> None:
 @pytest.mark.parametrize("damage", [remove, truncate, empty, flip])
 def test_each_damaged_object_is_found(cache_folder, damage, name):
     damage(cache_folder / "shards" / f"{SHARD:06d}" / name)
-    (fault,) = verify(cache_folder)
+    (fault,) = faults_beside_index(cache_folder)
     assert (fault.shard, fault.object) == (SHARD, name)
     assert f"shard 000002, object {name}: " in str(fault)
     if name == "zarr.json":
@@ -81,7 +91,7 @@ def test_each_damaged_object_is_found(cache_folder, damage, name):
 @pytest.mark.parametrize("damage", [truncate, empty, flip])
 def test_a_damaged_marker_is_found(cache_folder, damage):
     damage(cache_folder / "shards/000002/COMMITTED")
-    (fault,) = verify(cache_folder)
+    (fault,) = faults_beside_index(cache_folder)
     assert (fault.shard, fault.object) == (SHARD, "COMMITTED")
     with pytest.raises(CacheError, match="shard 000002, object COMMITTED"):
         FeatureCache(cache_folder)
@@ -94,7 +104,7 @@ def test_a_damaged_marker_is_found(cache_folder, damage):
 def test_a_damaged_manifest_is_found_and_restored(cache_folder, damage, name):
     sound = (cache_folder / name).read_bytes()
     damage(cache_folder / name)
-    (fault,) = verify(cache_folder)
+    (fault,) = faults_beside_index(cache_folder)
     assert (fault.shard, fault.object) == (None, name)
     assert str(fault).startswith(f"object {name}: ")
     if name == "manifest.json":
@@ -104,15 +114,18 @@ def test_a_damaged_manifest_is_found_and_restored(cache_folder, damage, name):
             create_or_join(cache_folder, make_manifest())
     restore_manifest(open_store(cache_folder))
     assert (cache_folder / name).read_bytes() == sound
-    assert verify(cache_folder) == []
+    assert faults_beside_index(cache_folder) == []
 
 
 def test_without_a_manifest_and_its_copy_nothing_can_be_judged(cache_folder):
     flip(cache_folder / "manifest.json")
     remove(cache_folder / "manifest.copy.json")
-    for attempt in (verify, lambda folder: restore_manifest(open_store(folder))):
-        with pytest.raises(CacheError, match=r"manifest\.json is damaged"):
+    for attempt in (faults_beside_index, lambda folder: restore_manifest(open_store(folder))):
+        with pytest.raises(
+            CacheError, match=r"both damaged or missing.* run the same capture command with a new f"
+        ) as e:
             attempt(cache_folder)
+        assert "--repair" not in str(e.value)
 
 
 def test_a_shard_in_another_shards_place_is_found(cache_folder):
@@ -120,7 +133,7 @@ def test_a_shard_in_another_shards_place_is_found(cache_folder):
     shutil.copytree(cache_folder / "shards/000002", cache_folder / "shards/000001")
     with pytest.raises(CacheError, match=r"shard 000001, object COMMITTED: it belongs to shard 000002"):
         FeatureCache(cache_folder)
-    assert "belongs to shard 000002" in str(verify(cache_folder))
+    assert "belongs to shard 000002" in str(faults_beside_index(cache_folder))
 
 
 def test_a_shard_of_another_cache_is_found(cache_folder, tmp_path):
@@ -131,7 +144,7 @@ def test_a_shard_of_another_cache_is_found(cache_folder, tmp_path):
     shutil.copytree(tmp_path / "other/shards/000001", cache_folder / "shards/000001")
     with pytest.raises(CacheError, match=r"shard 000001, object COMMITTED: it belongs to another cache"):
         FeatureCache(cache_folder)
-    (fault,) = verify(cache_folder)
+    (fault,) = faults_beside_index(cache_folder)
     assert (fault.shard, fault.object) == (1, "COMMITTED")
 
 
@@ -176,13 +189,14 @@ def test_an_incomplete_cache_is_refused_unless_asked_for(tmp_path):
     assert list(cache.sample_ids) == [s.sample_id for shard in (0, 2) for s in shard_samples(shard)]
     assert torch.equal(cache.read(4).features, make_sample(5).features)
     missing = "it is missing: the shard was not committed"
-    assert verify(tmp_path) == [Fault(1, "COMMITTED", missing), Fault(3, "COMMITTED", missing)]
+    assert faults_beside_index(tmp_path) == [Fault(1, "COMMITTED", missing), Fault(3, "COMMITTED", missing)]
 
 
 def test_verify_reports_progress(cache_folder):
     steps = []
-    assert verify(cache_folder, lambda done, planned: steps.append((done, planned))) == []
-    assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    write_index(cache_folder)
+    assert verify(cache_folder, lambda: steps.append("shard")) == []
+    assert steps == ["shard"] * 4
 
 
 def test_what_fits_is_accepted(sound_cache):

@@ -17,6 +17,7 @@ from cache_helpers import (
     capture,
     capture_killed_at,
     capture_slowly,
+    faults_beside_index,
     make_manifest,
     make_sample,
     shard_samples,
@@ -24,7 +25,7 @@ from cache_helpers import (
 )
 from zarr.storage import LocalStore
 
-from dflash_lightning.cache import FeatureCache, Quarantined, TargetIdentity, create_or_join, describe, verify
+from dflash_lightning.cache import FeatureCache, Quarantined, TargetIdentity, create_or_join, describe
 from dflash_lightning.cache import writer as writer_module
 from dflash_lightning.errors import CacheError
 
@@ -50,7 +51,7 @@ def reference(tmp_path_factory) -> dict[str, bytes]:
     """The files of an uninterrupted capture by one process."""
     folder = tmp_path_factory.mktemp("reference") / "cache"
     capture(folder)
-    assert verify(folder) == []
+    assert faults_beside_index(folder) == []
     return stored_files(folder)
 
 
@@ -59,7 +60,7 @@ def test_writers_at_once_make_the_same_bytes(tmp_path, reference, world):
     folder = tmp_path / "cache"
     assert finish(*(start(capture, folder, rank, world) for rank in range(world))) == [0] * world
     assert stored_files(folder) == reference
-    assert verify(folder) == []
+    assert faults_beside_index(folder) == []
 
 
 def join_with(path, barrier, results, mode):
@@ -98,11 +99,11 @@ def test_killed_at_any_step_then_resumed(tmp_path, reference, step):
     assert finish(start(capture_killed_at, folder, step)) == [-9]
     if (folder / "manifest.json").exists():
         committed = len(list(folder.glob("shards/*/COMMITTED")))
-        faults = [fault for fault in verify(folder) if fault.shard is not None]
+        faults = [fault for fault in faults_beside_index(folder) if fault.shard is not None]
         assert len(faults) == len(SHARD_SAMPLES) - committed, "a committed shard isn't whole"
     capture(folder)
     assert stored_files(folder) == reference
-    assert verify(folder) == []
+    assert faults_beside_index(folder) == []
 
 
 def test_killed_at_random_moments_with_changing_writer_counts(tmp_path, reference):
@@ -127,7 +128,7 @@ def test_killed_at_random_moments_with_changing_writer_counts(tmp_path, referenc
         committed = set(now)
     capture(folder)
     assert stored_files(folder) == reference
-    assert verify(folder) == []
+    assert faults_beside_index(folder) == []
 
 
 def test_leftovers_of_the_own_shard_only_are_swept(tmp_path):
@@ -143,7 +144,9 @@ def test_leftovers_of_the_own_shard_only_are_swept(tmp_path):
     writer.write_shard(1, shard_samples(1))
     assert writer.is_committed(1)
     assert writer.sweep(1) == []
-    with pytest.raises(CacheError, match=r"shard 000001 of .* is already committed"):
+    with pytest.raises(
+        CacheError, match=r"shards/000001 of .* being written by another process as well; run one capture"
+    ):
         writer.write_shard(1, shard_samples(1))
 
 
@@ -293,7 +296,7 @@ def test_unfit_samples_are_quarantined_by_id_and_the_others_stored(tmp_path, spo
     assert list(cache.sample_ids) == ["prüfung-0", "prüfung-2"]
     for index, number in enumerate((0, 2)):
         assert torch.equal(cache.read(index).features, make_sample(number).features)
-    assert {fault.shard for fault in verify(tmp_path)} == {1, 2, 3}
+    assert {fault.shard for fault in faults_beside_index(tmp_path)} == {1, 2, 3}
     told = describe(tmp_path)
     assert (told["samples"], told["samples_quarantined"]) == (2, 1)
     assert told["quarantined"] == [{"shard": 0, **vars(left_out)}]
@@ -308,7 +311,7 @@ def test_a_shard_without_a_stored_sample(tmp_path):
             samples = [Quarantined(sample.sample_id, "too hot") for sample in samples]
         writer.write_shard(shard, samples)
     assert [file.name for file in sorted((tmp_path / "shards/000000").iterdir())] == ["COMMITTED", "zarr.json"]
-    assert verify(tmp_path) == []
+    assert faults_beside_index(tmp_path) == []
     cache = FeatureCache(tmp_path)
     assert cache.complete
     assert list(cache.sample_ids) == [f"prüfung-{i}" for i in range(4, 10)]
@@ -321,14 +324,14 @@ def test_a_shard_without_a_stored_sample(tmp_path):
         (1, "prüfung-3"),
     ]
     (tmp_path / "shards/000001/zarr.json").write_text("{}")
-    (fault,) = verify(tmp_path)
+    (fault,) = faults_beside_index(tmp_path)
     assert (fault.shard, fault.object) == (1, "zarr.json")
 
 
 def test_a_cache_in_which_everything_is_quarantined_has_nothing_to_read(tmp_path):
     writer = create_or_join(tmp_path, make_manifest(shard_samples=(1,)), max_quarantined=1.0)
     writer.write_shard(0, [Quarantined("x", "too hot")])
-    assert verify(tmp_path) == []
+    assert faults_beside_index(tmp_path) == []
     with pytest.raises(CacheError, match="holds no sample"):
         FeatureCache(tmp_path)
 
@@ -347,7 +350,7 @@ def test_too_many_quarantined_samples_stop_the_run_and_keep_what_is_good(tmp_pat
     for line in ("sample 'a': too hot", "sample 'b': too cold", "sample 'c': too wet"):
         assert f"\n  {line}\n" in message
     assert sorted(entry.name for entry in (tmp_path / "shards").iterdir()) == ["000001", "000002"]
-    assert {fault.shard for fault in verify(tmp_path)} == {0, 3}
+    assert {fault.shard for fault in faults_beside_index(tmp_path)} == {0, 3}
     first.write_shard(0, shard_samples(0))  # the cause is removed
     with pytest.raises(CacheError, match=r"2 of 10 planned .* max_quarantined allows 0\.1 of them"):
         create_or_join(tmp_path, manifest, max_quarantined=0.1).check_quarantined()
@@ -408,7 +411,7 @@ def test_no_space_left(tmp_path, monkeypatch, when):
     assert "committed so far are kept" in str(e.value)
     assert [entry.name for entry in (tmp_path / "shards").iterdir()] == ["000000"]
     capture(tmp_path)
-    assert verify(tmp_path) == []
+    assert faults_beside_index(tmp_path) == []
     assert torch.equal(FeatureCache(tmp_path).read(3).features, make_sample(3).features)
 
 

@@ -12,7 +12,15 @@ from pathlib import Path
 import obstore
 import pytest
 import torch
-from cache_helpers import SHARD_SAMPLES, capture, make_manifest, make_sample, shard_samples, stored_files
+from cache_helpers import (
+    SHARD_SAMPLES,
+    capture,
+    faults_beside_index,
+    make_manifest,
+    make_sample,
+    shard_samples,
+    stored_files,
+)
 from capture_helpers import capture_arguments, random_texts, write_texts
 from faulty_server import FaultyProxy, faulty_s3
 from torch.utils.data import DataLoader
@@ -24,7 +32,7 @@ from dflash_lightning.cache import (
     create_or_join,
     describe,
     open_store,
-    verify,
+    write_index,
 )
 from dflash_lightning.cache.object_store import PART_BYTES, ObjectStorage
 from dflash_lightning.cli import run
@@ -118,7 +126,7 @@ def test_what_is_written_remotely_is_what_is_written_locally(s3, reference, worl
         process.join(60)
     assert [process.exitcode for process in processes] == [0] * world
     assert objects_of(s3) == reference
-    assert verify(s3) == []
+    assert faults_beside_index(s3) == []
     assert os.listdir(s3.settings.scratch) == []
 
 
@@ -171,7 +179,7 @@ def test_writing_survives(s3, server, reference, kind):
     assert [fault.done for fault in faults] == [fault.times for fault in faults]
     server.faults.clear()
     assert objects_of(s3) == reference
-    assert verify(s3) == []
+    assert faults_beside_index(s3) == []
 
 
 @pytest.mark.slow
@@ -208,7 +216,7 @@ def test_a_killed_upload_is_resumed(s3, server, reference, name):
     process.join(60)
     server.faults.clear()
     assert len(os.listdir(s3.settings.scratch)) == 2, "the shard in preparation, and its lock"
-    assert [(fault.shard, fault.object) for fault in verify(s3)] == [(2, "COMMITTED"), (3, "COMMITTED")]
+    assert [(fault.shard, fault.object) for fault in faults_beside_index(s3)] == [(2, "COMMITTED"), (3, "COMMITTED")]
     assert FeatureCache(s3, require_complete=False).complete is False
     # Something that the finished shard doesn't have, as another version of the code may have left it.
     s3.replace("shards/000002/features/c/9/9", b"old")
@@ -219,7 +227,7 @@ def test_a_killed_upload_is_resumed(s3, server, reference, name):
     }
     assert written == {"000002", "000003"}
     assert objects_of(s3) == reference
-    assert verify(s3) == []
+    assert faults_beside_index(s3) == []
     assert os.listdir(s3.settings.scratch) == []
 
 
@@ -238,10 +246,13 @@ def test_large_objects_travel_in_parts(s3, server, tmp_path, kind):
 
 def test_a_removed_shard_is_made_anew(s3, reference):
     capture(s3)
-    s3.remove("shards/000001")
-    assert [fault.shard for fault in verify(s3)] == [1]
+    write_index(s3)
+    create_or_join(s3, make_manifest()).remove(1)
+    assert s3.read("index") == b"", "it is withdrawn"
+    assert [fault.shard for fault in faults_beside_index(s3)] == [1]
     capture(s3)
-    assert objects_of(s3) == reference
+    assert write_index(s3)
+    assert {name: data for name, data in objects_of(s3).items() if name != "index"} == reference
     s3.remove("shards/000009")
 
 
@@ -271,7 +282,7 @@ def test_damage_is_found(damaged_in_turn, tmp_path, name, damage):
         obstore.delete(damaged_in_turn._client, stored)
     else:
         damaged_in_turn.replace(stored, damage(data))
-    (fault,) = verify(damaged_in_turn)
+    (fault,) = faults_beside_index(damaged_in_turn)
     assert (fault.shard, fault.object) == (2, name)
     for staging in (staging_in(tmp_path, False), staging_in(tmp_path)):
         cache = FeatureCache(damaged_in_turn, staging=staging)
@@ -378,7 +389,7 @@ def test_damaged_shards_are_captured_anew(server, llama_folder, tmp_path, capsys
     run(["cache", "verify", url, "--repair", *reach])
     assert "4 faults repaired; every object is there" in capsys.readouterr().out
     assert {name: store.read(name) for name in names} == sound
-    assert verify(store) == []
+    assert faults_beside_index(store) == []
 
 
 def bytes_of_shards(store: ObjectStorage) -> int:

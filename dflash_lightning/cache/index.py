@@ -18,8 +18,22 @@ from dflash_lightning.errors import CacheError
 
 INDEX = "index"
 INDEX_VERSION = 1
+# The content of an index that doesn't count any more.
+WITHDRAWN = b""
 # Columns with larger items come first and the header is padded, so that every column is aligned.
 ALIGNMENT = 8
+
+
+class UnusableIndex(CacheError):
+    """The index of a cache can't be trusted.
+
+    Attributes:
+        what: is wrong with it.
+    """
+
+    def __init__(self, store: CacheStore, what: str):
+        super().__init__(f"object {INDEX}: {what}. Run `dflash-lightning cache verify {store.location} --repair`")
+        self.what = what
 
 
 class SampleIds(Sequence[str]):
@@ -173,30 +187,34 @@ class SampleIndex:
 
 
 def load_index(store: CacheStore, manifest: CacheManifest) -> SampleIndex | None:
-    """The index that was written when the cache was finished; None if there is none.
+    """The index that was written when the cache was finished; None if there is none, or it was withdrawn.
 
     Raises:
-        CacheError: it is damaged, or belongs to another cache.
+        UnusableIndex: it is damaged, or belongs to another cache.
     """
     try:
         data = store.read(INDEX)
     except FileNotFoundError:
         return None
+    if data == WITHDRAWN:
+        return None
     try:
         index = SampleIndex.parse(data)
     except (CacheError, ValueError) as error:
-        raise index_error(store, f"damaged: {error}") from error
+        raise UnusableIndex(store, f"damaged: {error}") from error
     if index.identity_sha256 != manifest.identity_sha256:
-        raise index_error(store, "it belongs to another cache")
+        raise UnusableIndex(store, "it belongs to another cache")
     return index
 
 
-def index_error(store: CacheStore, what: str) -> CacheError:
-    """The error for an index that can't be trusted."""
-    return CacheError(
-        f"object {INDEX}: {what}. Delete {store.location}/{INDEX}; `dflash-lightning cache verify --repair "
-        f"{store.location}` or the next capture makes it anew."
-    )
+def withdraw_index(store: CacheStore) -> None:
+    """Let the cache open by its shards alone, in one step, before a shard that the index names is removed."""
+    try:
+        size = store.size(INDEX)
+    except FileNotFoundError:
+        return
+    if size:
+        store.replace(INDEX, WITHDRAWN)
 
 
 def id_hash(sample_id: bytes) -> int:

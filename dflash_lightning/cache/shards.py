@@ -101,6 +101,19 @@ def load_markers(store: CacheStore, shards: Iterable[int], manifest: CacheManife
         yield from pool.map(lambda shard: ShardMarker.load(store, shard, manifest), shards)
 
 
+def sound_markers(store: CacheStore, manifest: CacheManifest) -> list[ShardMarker | None]:
+    """The marker of each planned shard; None where there is none, or a damaged one."""
+
+    def load(shard: int) -> ShardMarker | None:
+        try:
+            return ShardMarker.load(store, shard, manifest)
+        except CacheError:
+            return None
+
+    with ThreadPoolExecutor(store.concurrency) as pool:
+        return list(pool.map(load, range(manifest.num_shards)))
+
+
 def source_digest(marker: ShardMarker) -> bytes:
     """SHA-256 over the digests of the arrays that the cache's index is made from: another one, another index."""
     digests = [marker.objects[data_object(name)].sha256 for name in INDEXED if marker.samples]

@@ -5,12 +5,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_lightning.cache.index import INDEX, load_index
+from dflash_lightning.cache.index import INDEX, UnusableIndex, load_index
 from dflash_lightning.cache.location import open_store
 from dflash_lightning.cache.manifest import MANIFEST, MANIFEST_COPY, CacheManifest
-from dflash_lightning.cache.shards import ShardMarker, object_fault, shard_name, source_digest
+from dflash_lightning.cache.shards import ShardMarker, object_fault, shard_name, sound_markers, source_digest
 from dflash_lightning.cache.store import MARKER, CacheStore
 from dflash_lightning.errors import CacheError
+
+NOT_COMMITTED = "it is missing: the shard was not committed"
 
 
 @dataclass(frozen=True)
@@ -27,47 +29,52 @@ class Fault:
     object: str
     what: str
 
+    @property
+    def uncommitted(self) -> bool:
+        """Whether the shard as a whole isn't there: damage, or a capture that isn't finished."""
+        return self.what == NOT_COMMITTED
+
     def __str__(self) -> str:
         place = f"object {self.object}" if self.shard is None else f"shard {self.shard:06d}, object {self.object}"
         return f"{place}: {self.what}"
 
 
-def verify(cache: str | Path | CacheStore, progress: Callable[[int, int], None] | None = None) -> list[Fault]:
-    """Check size and SHA-256 of every object of every planned shard; an uncommitted shard is a fault too.
+def verify(cache: str | Path | CacheStore, progress: Callable[[], None] | None = None) -> list[Fault]:
+    """Check size and SHA-256 of every object of every planned shard, and the manifest, its copy and the index.
+
+    An uncommitted shard is a fault too, and so is a finished cache without an index.
 
     Args:
         cache: path, URL or store of the cache.
-        progress: called after each shard with (shards done, shards planned).
+        progress: called after each shard.
 
     Returns:
         All faults, by shard and object; empty for a complete, sound cache.
 
     Raises:
-        CacheError: there is no manifest, or it and its copy are damaged: without it nothing can be judged.
+        CacheError: there is no sound manifest, nor a copy of it: without it nothing can be judged.
     """
     store = open_store(cache)
     manifest, faults = sound_manifest(store)
     with ThreadPoolExecutor(store.concurrency) as pool:
         found = pool.map(lambda shard: _shard_faults(store, shard, manifest), range(manifest.num_shards))
-        for done, in_shard in enumerate(found, start=1):
+        for in_shard in found:
             faults += in_shard
             if progress is not None:
-                progress(done, manifest.num_shards)
+                progress()
     return faults + _index_faults(store, manifest)
 
 
 def _index_faults(store: CacheStore, manifest: CacheManifest) -> list[Fault]:
     try:
         index = load_index(store, manifest)
-    except CacheError as error:
-        return [Fault(None, INDEX, str(error))]
+    except UnusableIndex as error:
+        return [Fault(None, INDEX, error.what)]
+    markers = sound_markers(store, manifest)
     if index is None:
-        return []  # it is made when the capture ends
-    for shard, source in enumerate(index.sources):
-        try:
-            marker = ShardMarker.load(store, shard, manifest)
-        except CacheError:
-            continue  # the shard's own fault
+        # It is made when the last shard is committed.
+        return [] if None in markers else [Fault(None, INDEX, "it is missing, though all shards are committed")]
+    for shard, (source, marker) in enumerate(zip(index.sources, markers, strict=True)):
         if marker is not None and source.tobytes() != source_digest(marker):
             return [Fault(None, INDEX, f"it is older than shard {shard:06d}")]
     return []
@@ -86,7 +93,14 @@ def sound_manifest(store: CacheStore) -> tuple[CacheManifest, list[Fault]]:
         except CacheError as error:
             errors[name] = error
     if not found:
-        raise errors[MANIFEST]
+        causes = [error.__cause__ for error in errors.values()]
+        if None in causes or all(isinstance(cause, FileNotFoundError) for cause in causes):
+            raise errors[MANIFEST]  # another version's cache, or none
+        raise CacheError(
+            f"{store.location} can't be read or repaired: {MANIFEST} and {MANIFEST_COPY} are both damaged or missing, "
+            "and nothing else tells what the shards hold. Put back either from a backup, or run the same capture "
+            "command with a new folder."
+        )
     faults = []
     for name, error in errors.items():
         missing = isinstance(error.__cause__, FileNotFoundError)
@@ -114,7 +128,7 @@ def _shard_faults(store: CacheStore, shard: int, manifest: CacheManifest) -> lis
     except CacheError as error:
         return [Fault(shard, MARKER, f"damaged: {error.__cause__ or error}")]
     if marker is None:
-        return [Fault(shard, MARKER, "it is missing: the shard was not committed")]
+        return [Fault(shard, MARKER, NOT_COMMITTED)]
     faults = []
     for name in sorted(marker.objects):
         try:

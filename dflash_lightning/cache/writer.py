@@ -9,7 +9,7 @@ import torch
 
 from dflash_lightning.cache.arrays import objects_of, write_arrays
 from dflash_lightning.cache.columns import feature_attributes, shard_columns
-from dflash_lightning.cache.index import INDEX
+from dflash_lightning.cache.index import INDEX, withdraw_index
 from dflash_lightning.cache.location import open_store
 from dflash_lightning.cache.manifest import MANIFEST, MANIFEST_COPY, CacheManifest
 from dflash_lightning.cache.samples import Quarantined, Sample, SampleError, storable
@@ -129,8 +129,8 @@ class CacheWriter:
                 f"{len(found):,} of {planned:,} planned samples can't be stored; max_quarantined allows "
                 f"{self._max_quarantined:.4g} of them:\n  "
                 + "\n  ".join(listed)
-                + "\nThe shards committed so far are kept. Remove the cause, or allow more, and run the same capture "
-                "command again."
+                + "\nThe shards committed so far are kept. Remove the cause, or allow more with "
+                "--max-quarantined, and run the same command again."
             )
 
     def committed(self) -> set[int]:
@@ -145,8 +145,9 @@ class CacheWriter:
         return self.store.sweep(shard_name(shard))
 
     def remove(self, shard: int) -> None:
-        """Remove a shard, so that it can be written anew. For its owner only."""
+        """Remove a shard, so that it can be written anew, and the index, which names it. For its owner only."""
         self._committed.pop(shard, None)
+        withdraw_index(self.store)
         self.store.remove(shard_name(shard))
 
     def write_shard(self, shard: int, samples: Iterable[Sample | Quarantined]) -> ShardMarker:
@@ -161,16 +162,16 @@ class CacheWriter:
             samples: as many as the plan says, in the plan's order.
 
         Raises:
-            CacheError: the shard is committed already, the number of samples isn't the planned one, too many samples
-                are quarantined, another process wrote the same shard, or there is no space left. Committed shards are
-                kept.
+            CacheError: the shard is committed already, so that another process writes it too, the number of samples
+                isn't the planned one, too many samples are quarantined, or there is no space left. Committed shards
+                are kept.
         """
         samples = list(samples)
         planned = self.manifest.shard_samples[shard]
         if len(samples) != planned:
             raise CacheError(f"shard {shard:06d}: {len(samples)} samples given, the manifest plans {planned}")
         if self.is_committed(shard):
-            raise CacheError(f"shard {shard:06d} of {self.store.location} is already committed")
+            raise self.store.contested(shard_name(shard))
         stored, quarantined = self._sorted_out(samples)
         if quarantined:
             self.check_quarantined(quarantined)
