@@ -111,7 +111,8 @@ def _print_faults(faults: list[Fault]) -> None:
 def _conclusion(faults: list[Fault], num_shards: int, repaired: bool) -> str:
     """What there is in all, and what to do about it."""
     damage = [fault for fault in faults if not fault.uncommitted]
-    missing = f"{len(faults) - len(damage)} of {num_shards} shards aren't committed"
+    uncommitted = len(faults) - len(damage)
+    missing = f"{uncommitted} of {num_shards} shards {'is' if uncommitted == 1 else 'are'}n't committed"
     if repaired:
         return f"{_count(faults)} left after the repair. Does something else write to this cache?"
     if not damage:
