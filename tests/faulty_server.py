@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from moto.server import ThreadedMotoServer
 
-Kind = Literal["503", "stall", "cut", "restart"]
+Kind = Literal["503", "drop", "stall", "cut", "restart"]
 DOWN_SECONDS = 0.5
 
 
@@ -34,9 +34,9 @@ class Fault:
 class FaultyProxy:
     """Forwards HTTP to `upstream` (host:port), but for the faults asked for.
 
-    503: an answer without the server. The others let the server do what is asked, then give half of its answer, or
-    none if that is empty: stall: and then silence. cut: and reset the connection. restart: and reset every connection;
-    for a while nobody listens at the port.
+    503: an answer without the server. drop: a reset connection, without the server. The others let the server do what
+    is asked, then give half of its answer, or none if that is empty: stall: and then silence. cut: and reset the
+    connection. restart: and reset every connection; for a while nobody listens at the port.
     """
 
     upstream: str
@@ -126,6 +126,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.proxy.authorizations += self.headers.get_all("Authorization", [])
         if fault == "503":
             self._answer(503, {}, b"<Error><Code>SlowDown</Code></Error>")
+            return
+        if fault == "drop":
+            self.close_connection = True
+            reset(self.connection)
             return
         upstream = HTTPConnection(self.proxy.upstream)
         upstream.request(self.command, self.path, body, dict(self.headers))

@@ -84,8 +84,9 @@ def test_each_damaged_object_is_found(cache_folder, damage, name):
     assert f"shard 000002, object {name}: " in str(fault)
     if name == "zarr.json":
         return  # the group's metadata: nothing that the reader uses
-    with pytest.raises(CacheError, match=f"shard 000002, object {name}: "):
+    with pytest.raises(CacheError, match=f"shard 000002, object {name}: ") as caught:
         read_all(cache_folder)
+    assert str(caught.value).count("cache verify") == 1
 
 
 @pytest.mark.parametrize("damage", [truncate, empty, flip])

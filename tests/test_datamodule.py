@@ -15,6 +15,7 @@ from datamodules import FeatureCacheDataModule
 from datamodules.feature_cache import in_validation_split
 from dflash_lightning.cache import ObjectStoreSettings, StagingSettings, open_store
 from dflash_lightning.cache.index import id_hash
+from dflash_lightning.cache.staging import SUBFOLDER
 from dflash_lightning.errors import CacheError, ConfigError
 from dflash_lightning.target import target_identity
 
@@ -122,7 +123,7 @@ def test_batches_are_the_same_from_a_staged_remote_cache(cache, identity, tmp_pa
         staging = StagingSettings(folder=tmp_path, max_gb=1)
         remote = make("s3://features/cache", identity, object_store=reach, staging=staging, num_workers=workers)
         assert_equal(epoch_of(remote.train_dataloader()), epoch_of(make(cache, identity).train_dataloader()))
-        assert [path for path in tmp_path.iterdir() if path.is_dir()]
+        assert [path for path in (tmp_path / SUBFOLDER).iterdir() if path.is_dir()]
 
 
 @pytest.mark.parametrize(("world_size", "accumulation"), [(2, 2), (4, 1)])

@@ -4,6 +4,7 @@ import hashlib
 import multiprocessing
 import os
 import random
+import re
 import time
 import uuid
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from dflash_lightning.cache import (
     StagingSettings,
     create_or_join,
     describe,
+    object_store,
     open_store,
     write_index,
 )
@@ -204,6 +206,39 @@ def test_what_stays_broken_is_named(stored, server, tmp_path, kind, staged):
         cache.read(len(cache) - 3)
     server.faults.clear()
     cache.read(len(cache) - 3)
+
+
+def test_a_failing_store_is_not_called_damage(stored, server):
+    cache = FeatureCache(open_store(stored.location, ObjectStoreSettings(endpoint=server.url, retries=0)))
+    cache.read(0)
+    for index in (0, len(cache) - 3):  # of a shard that is open, and of one that isn't
+        server.add("503", "GET", "/features/c/0/0", times=1)
+        with pytest.raises(CacheError, match="the object store failed") as caught:
+            cache.read(index)
+        assert "damaged" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["503", "drop", "stall", "cut"])
+@pytest.mark.parametrize("request_", ["listing", "create"])
+def test_retries_have_one_limit(s3, server, kind, request_):
+    """Whether obstore repeats the request or we do."""
+    store = open_store(s3.location, ObjectStoreSettings(endpoint=server.url, timeout=0.2, retries=2))
+    method, ask = {
+        "listing": ("GET", store.entries),
+        "create": ("PUT", lambda: store.create("new", b"content")),
+    }[request_]
+    fault = server.add(kind, method, times=1000)
+    with pytest.raises(CacheError, match="the object store failed"):
+        ask()
+    assert fault.done == 3
+
+
+def test_retries_end_in_time(s3, server, monkeypatch):
+    monkeypatch.setattr(object_store, "LONGEST_RETRYING", 0.0)
+    fault = server.add("cut", "GET", "list-type=2", times=1000)
+    with pytest.raises(CacheError, match="the object store failed"):
+        s3.entries()
+    assert fault.done == 1
 
 
 @pytest.mark.slow
@@ -414,3 +449,15 @@ def test_other_urls_are_refused(url):
 def test_a_file_url_is_a_folder(tmp_path, reference):
     capture(open_store(f"file://{tmp_path}/a%20cache"))
     assert stored_files(tmp_path / "a cache") == reference
+    assert open_store(f"file://localhost{tmp_path}/a%20cache").location == str(tmp_path / "a cache")
+
+
+@pytest.mark.parametrize("url", ["file://dev/shm/x", "file://", "file:///data/run#2", "file:///data/run?2"])
+def test_a_file_url_of_another_machine_or_form_is_refused(url):
+    with pytest.raises(CacheError, match=f"{re.escape(url)} can't be used: expected file:///absolute/path"):
+        open_store(url)
+
+
+def test_an_empty_path_is_refused():
+    with pytest.raises(CacheError, match="the path of the cache is empty"):
+        FeatureCache("")

@@ -13,8 +13,9 @@ from cache_helpers import SHARD_SAMPLES, capture, make_manifest, make_sample
 from faulty_server import FaultyProxy, faulty_s3
 
 from dflash_lightning.cache import CacheStore, FeatureCache, ObjectStoreSettings, StagingSettings, open_store
+from dflash_lightning.cache.locks import FileLock
 from dflash_lightning.cache.shards import ShardMarker
-from dflash_lightning.cache.staging import StagingArea, copy_key
+from dflash_lightning.cache.staging import SUBFOLDER, StagingArea, copy_key
 from dflash_lightning.errors import CacheError, ConfigError
 
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -103,6 +104,39 @@ def test_what_is_in_use_stays(store, markers, tmp_path):
     use(area, store, markers[3])
 
 
+def test_what_others_keep_in_the_folder_stays(store, markers, tmp_path):
+    area = area_of(tmp_path, max(markers[0].num_bytes, markers[1].num_bytes))
+    key = copy_key(markers[0])
+    strangers = ["checkpoint-1000", ".tmp-build-7", "models", key]
+    alike = ["checkpoint-1000", ".tmp-build-7", "models", f"{key}.old", f"old-{key}", key[1:], f".tmp-.tmp-{key}"]
+    kept = [tmp_path / name for name in strangers] + [area.folder / name for name in alike]
+    for folder in kept:
+        folder.mkdir(parents=True)
+        (folder / "weights").write_bytes(b"precious")
+    for shard in (0, 1, 0):
+        use(area, store, markers[shard])
+    assert staged(area) == {key, *alike}
+    assert [(folder / "weights").read_bytes() for folder in kept] == [b"precious"] * len(kept)
+    assert {path.name for path in tmp_path.iterdir()} == {*strangers, SUBFOLDER}
+
+
+def test_no_copy_is_renamed_while_another_process_counts(store, markers, tmp_path, monkeypatch):
+    area = area_of(tmp_path, max(markers[0].num_bytes, markers[1].num_bytes))
+    rename, seen = Path.rename, []
+
+    def watched(path, target):
+        lock = FileLock(area.folder / "area.lock")
+        seen.append(lock.acquire(shared=True, wait=False))
+        if seen[-1]:
+            lock.release()
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", watched)
+    for shard in (0, 1):
+        use(area, store, markers[shard])
+    assert seen == [False] * 3, "two copies finished, one removed, and nobody else could have counted"
+
+
 def test_a_limit_below_one_shard_is_refused(store, markers, tmp_path):
     area = area_of(tmp_path, markers[2].num_bytes - 1)
     with pytest.raises(CacheError, match=rf"000002 has {markers[2].num_bytes:,} bytes, the staging area .* Raise"):
@@ -126,7 +160,7 @@ def test_a_shard_made_anew_is_another_copy(markers):
 def test_a_damaged_copy_is_named(store, tmp_path):
     cache = FeatureCache(store, staging=StagingSettings(folder=tmp_path, max_gb=1))
     cache.read(0)
-    (copy,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    (copy,) = (path for path in (tmp_path / SUBFOLDER).iterdir() if path.is_dir())
     file = copy / "features/c/0/0"
     data = file.read_bytes()
     file.write_bytes(data[:9] + bytes([data[9] ^ 1]) + data[10:])
@@ -180,7 +214,7 @@ def test_processes_share_a_limit_and_are_killed(store, server, markers, tmp_path
     assert [process.exitcode for process in steady] == [0, 0]
     assert 0 < largest <= settings.max_bytes
     read_at_random(store, settings, 7, 20)
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".tmp-")]
+    assert not [path for path in (tmp_path / SUBFOLDER).iterdir() if path.name.startswith(".tmp-")]
 
 
 def download_part(store: CacheStore, area: StagingArea, marker: ShardMarker) -> None:
@@ -195,8 +229,8 @@ def test_a_killed_download_leaves_no_harm(store, server, markers, tmp_path):
         time.sleep(0.01)
     process.kill()
     process.join(60)
-    (left,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    assert left.name.startswith(".tmp-")
+    (left,) = staged(area)
+    assert left.startswith(".tmp-")
     # Who needs another shard removes what is left, since its size still counts; who needs the same one starts again.
     use(area, store, markers[3])
     assert staged(area) == {copy_key(markers[3])}

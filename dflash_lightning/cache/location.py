@@ -16,14 +16,20 @@ def open_store(cache: str | Path | CacheStore, settings: ObjectStoreSettings | N
         settings: how to reach an object store; without meaning for a path.
 
     Raises:
-        CacheError: the URL can't be used.
+        CacheError: the path is empty, or the URL can't be used.
     """
     if isinstance(cache, CacheStore):
         return cache
+    if cache == "":
+        raise CacheError("the path of the cache is empty; give a folder or a URL")
     if isinstance(cache, Path) or "://" not in cache:
         return LocalFolder(cache)
     parts = urlsplit(cache)
     if parts.scheme == "file":
+        if parts.netloc not in ("", "localhost") or not parts.path or parts.query or parts.fragment:
+            raise CacheError(
+                f"{cache} can't be used: expected file:///absolute/path of this machine, with %23 for # and %3F for ?"
+            )
         return LocalFolder(unquote(parts.path))
     if parts.scheme == "memory":
         raise CacheError(f"{cache} can't be used: it would be gone with this process")

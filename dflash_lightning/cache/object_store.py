@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -29,7 +30,10 @@ PART_BYTES = 8 * 2**20
 PARTS_AHEAD = 8
 # What obstore says when the network failed, not the server.
 BROKEN_CONNECTION = "HTTP error: "
+# How it says that it tried again before it gave up.
+RETRIES_MADE = re.compile(r", after (\d+) retries, max_retries: ")
 LONGEST_PAUSE = 15.0
+LONGEST_RETRYING = 180.0
 
 
 @dataclass(frozen=True)
@@ -224,17 +228,22 @@ class ObjectStorage(CacheStore):
         return {entry["path"]: entry["size"] for batch in batches for entry in batch}
 
     def _repeated(self, name: str, request: Callable[[], T]) -> T:
-        """Do what obstore's own retries leave out: conditional writes and the bodies of listings, cut on the wire."""
-        for attempt in range(self.settings.retries):
+        """Do what obstore's own retries leave out: conditional writes and the bodies of listings, cut on the wire.
+
+        The retries that obstore made count as well, and so does their time.
+        """
+        deadline, tries = time.monotonic() + LONGEST_RETRYING, 0
+        while True:
             try:
                 with self._naming(name):
                     return request()
             except CacheError as error:
-                if BROKEN_CONNECTION not in str(error):
+                made = RETRIES_MADE.search(str(error))
+                tries += 1 + (int(made[1]) if made else 0)
+                broken = BROKEN_CONNECTION in str(error)
+                if not broken or tries > self.settings.retries or time.monotonic() > deadline:
                     raise
-                time.sleep(random.uniform(0.5, 1) * min(0.1 * 2**attempt, LONGEST_PAUSE))
-        with self._naming(name):
-            return request()
+            time.sleep(random.uniform(0.5, 1) * min(0.1 * 2 ** (tries - 1), LONGEST_PAUSE))
 
 
 def _reason(error: Exception) -> str:

@@ -98,6 +98,8 @@ class SampleReader:
                 features = torch.from_numpy(opened.features.read(location.start, stop))
             except FileNotFoundError as error:
                 raise self._damaged(place, shard, data_object(FEATURES), "it was removed while in use") from error
+            except CacheError:  # a ValueError too; it says already what failed
+                raise
             except ValueError as error:
                 what = f"its content is damaged ({error})"
                 raise self._damaged(place, shard, data_object(FEATURES), what) from error
@@ -163,6 +165,8 @@ class SampleReader:
             return FeatureRows(metadata, stored)
         except FileNotFoundError as error:
             raise self._damaged(place, marker.shard, name, "it is missing") from error
+        except CacheError:  # a ValueError too; it says already what failed
+            raise
         except ValueError as error:
             raise self._damaged(place, marker.shard, name, f"its content is damaged ({error})") from error
 

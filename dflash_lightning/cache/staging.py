@@ -1,9 +1,10 @@
 """A staging area: whole shards of remote caches, copied to a disk of this machine when they are first read.
 
 All processes of the machine share it, those of several ranks and runs too, and agree by file locks alone: a process may
-be killed at any moment and leaves nothing that counts. In the folder lie
+be killed at any moment and leaves nothing that counts. In a subfolder of its own, beside names of other forms that are
+left alone, lie
 
-    area.lock           held while space is given out
+    area.lock           held while space is given out, and while a copy gets its final name
     KEY/                a whole copy; KEY says what the copy holds, and its bytes
     KEY.lock            shared by those who read the copy; held alone by who makes or removes it. Its time is that of
                         the last use
@@ -12,6 +13,7 @@ be killed at any moment and leaves nothing that counts. In the folder lie
 
 import hashlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -27,6 +29,9 @@ from dflash_lightning.cache.store import TEMPORARY_PREFIX, CacheStore, LocalFold
 from dflash_lightning.errors import CacheError, ConfigError
 
 PAUSE = 0.05
+SUBFOLDER = "dflash-staging"
+# `copy_key`, of a copy that is whole or not; the group is its bytes.
+COPY_NAME = re.compile(rf"(?:{re.escape(TEMPORARY_PREFIX)})?[0-9a-f]{{24}}-(\d+)", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -34,8 +39,8 @@ class StagingSettings:
     """Where copies of remote shards are kept on this machine.
 
     Args:
-        folder: on a local disk, not on a network file system. Several runs may share one. Default: none; samples are
-            read straight from the cache.
+        folder: on a local disk, not on a network file system. The copies lie in its subfolder `dflash-staging`; nothing
+            else in it is touched. Several runs may share one. Default: none; samples are read straight from the cache.
         max_gb: size of all copies together, in 10^9 bytes. The copies that were not used for longest make room.
         patience: seconds to wait for room while all copies are in use.
     """
@@ -68,7 +73,7 @@ class StagingArea:
 
     def __init__(self, settings: StagingSettings):
         self.settings = settings
-        self.folder = Path(settings.folder)
+        self.folder = Path(settings.folder) / SUBFOLDER
 
     @contextmanager
     def pinned(self, store: CacheStore, marker: ShardMarker) -> Iterator[Path]:
@@ -113,7 +118,8 @@ class StagingArea:
             advice = "Free some space, or lower staging.max_gb."
             with space_needed(self.folder, marker.num_bytes, advice), ThreadPoolExecutor(store.concurrency) as pool:
                 list(pool.map(lambda name: _download(store, marker, name, partial / name), marker.objects))
-            partial.rename(self.folder / key)
+            with self._counting():
+                partial.rename(self.folder / key)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
@@ -127,7 +133,7 @@ class StagingArea:
             )
         deadline = time.monotonic() + self.settings.patience
         while True:
-            with _held(FileLock(self.folder / "area.lock")):
+            with self._counting():
                 used = self._shrink_to(limit - needed, but_not=partial.name)
                 if used + needed <= limit:
                     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
@@ -140,10 +146,25 @@ class StagingArea:
                 )
             time.sleep(PAUSE)
 
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Keep everybody else from adding and renaming copies, so that a list of them misses none."""
+        lock = FileLock(self.folder / "area.lock")
+        lock.acquire(shared=False, wait=True)
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _copies(self) -> dict[Path, int]:
+        """Bytes that each copy takes or may come to take, whole or not. What is called otherwise isn't ours."""
+        with os.scandir(self.folder) as entries:
+            folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        return {self.folder / name: int(match[1]) for name in folders if (match := COPY_NAME.fullmatch(name))}
+
     def _shrink_to(self, target: int, but_not: str) -> int:
         """Remove copies, the longest unused first, until those left take `target` bytes; what they take now."""
-        copies = (path for path in self.folder.iterdir() if path.is_dir() and path.name != but_not)
-        sizes = {path: _copy_bytes(path.name) for path in copies}
+        sizes = {path: size for path, size in self._copies().items() if path.name != but_not}
         used = sum(sizes.values())
         for path in sorted(sizes, key=self._eviction_order):
             partial = path.name.startswith(TEMPORARY_PREFIX)
@@ -170,10 +191,6 @@ def copy_key(marker: ShardMarker) -> str:
     return f"{hashlib.sha256(content.encode()).hexdigest()[:24]}-{marker.num_bytes}"
 
 
-def _copy_bytes(name: str) -> int:
-    return int(name.rpartition("-")[2])
-
-
 def _download(store: CacheStore, marker: ShardMarker, name: str, path: Path) -> None:
     expected, digest = marker.objects[name], hashlib.sha256()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -197,12 +214,3 @@ def _remove(copy: Path, lock: FileLock) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     lock.path.unlink(missing_ok=True)
     lock.release()
-
-
-@contextmanager
-def _held(lock: FileLock) -> Iterator[None]:
-    lock.acquire(shared=False, wait=True)
-    try:
-        yield
-    finally:
-        lock.release()
