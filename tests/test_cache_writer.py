@@ -27,6 +27,7 @@ from zarr.storage import LocalStore
 
 from dflash_lightning.cache import FeatureCache, Quarantined, TargetIdentity, create_or_join, describe
 from dflash_lightning.cache import writer as writer_module
+from dflash_lightning.cache.shards import ShardMarker
 from dflash_lightning.errors import CacheError
 
 # Children come from a clean process that has imported torch and zarr already: they start in milliseconds.
@@ -354,6 +355,20 @@ def test_too_many_quarantined_samples_stop_the_run_and_keep_what_is_good(tmp_pat
     first.write_shard(0, shard_samples(0))  # the cause is removed
     with pytest.raises(CacheError, match=r"2 of 10 planned .* max_quarantined allows 0\.1 of them"):
         create_or_join(tmp_path, manifest, max_quarantined=0.1).check_quarantined()
+
+
+def test_markers_of_others_are_not_read_for_each_shard_that_quarantines(tmp_path, monkeypatch):
+    """100 shards of two samples, one of each quarantined: 100 times as many markers would be read."""
+    writer = create_or_join(tmp_path, make_manifest(shard_samples=(2,) * 100), max_quarantined=0.6)
+    read = []
+    load = ShardMarker.load
+    monkeypatch.setattr(ShardMarker, "load", lambda *args: read.append(args) or load(*args))
+    for shard in range(100):
+        writer.write_shard(shard, [make_sample(0), Quarantined("a", "too hot")])
+    own, recounts = 100, 10
+    assert len(read) <= own + recounts * 100
+    writer.remove(3)
+    assert len(writer.quarantined()) == 99
 
 
 def test_layers_that_only_look_constant_are_kept(tmp_path):

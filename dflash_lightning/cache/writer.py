@@ -19,6 +19,8 @@ from dflash_lightning.errors import CacheError
 
 # Quarantined samples that an error lists.
 MAX_LISTED = 20
+# A writer looks for what others quarantined whenever this share of the allowed samples has been added to what it knows.
+RECOUNT_SHARE = 0.1
 
 
 def create_or_join(
@@ -97,6 +99,8 @@ class CacheWriter:
             "code_version": manifest.code_version,
         }
         self._committed: dict[int, ShardMarker] = {}
+        self._num_quarantined = 0  # in the shards that are known to be committed
+        self._recount_at = 1
 
     def is_committed(self, shard: int) -> bool:
         """Whether the shard is finished and visible to readers; CacheError if its marker is damaged."""
@@ -104,7 +108,7 @@ class CacheWriter:
             marker = ShardMarker.load(self.store, shard, self.manifest)
             if marker is None:
                 return False
-            self._committed[shard] = marker
+            self._remember(marker)
         return True
 
     def quarantined(self) -> list[Quarantined]:
@@ -133,12 +137,26 @@ class CacheWriter:
                 "--max-quarantined, and run the same command again."
             )
 
+    def _recount_quarantined(self, more: Sequence[Quarantined]) -> None:
+        """`check_quarantined`, which reads the marker of every shard that isn't known, and when to do so again."""
+        self.check_quarantined(more)
+        allowed = int(self._max_quarantined * self.manifest.num_samples)
+        known = self._num_quarantined + len(more)
+        self._recount_at = min(known + max(1, int(RECOUNT_SHARE * allowed)), allowed + 1)
+
     def committed(self) -> set[int]:
         """All finished shards, whoever wrote them; CacheError if a marker is damaged."""
         unknown = [shard for shard in range(self.manifest.num_shards) if shard not in self._committed]
         found = load_markers(self.store, unknown, self.manifest)
-        self._committed |= {marker.shard: marker for marker in found if marker is not None}
+        for marker in found:
+            if marker is not None:
+                self._remember(marker)
         return set(self._committed)
+
+    def _remember(self, marker: ShardMarker) -> None:
+        if marker.shard not in self._committed:
+            self._committed[marker.shard] = marker
+            self._num_quarantined += len(marker.quarantined)
 
     def sweep(self, shard: int) -> list[str]:
         """Remove what dead producers left of an uncommitted shard; return what was removed. For its owner only."""
@@ -146,7 +164,8 @@ class CacheWriter:
 
     def remove(self, shard: int) -> None:
         """Remove a shard, so that it can be written anew, and the index, which names it. For its owner only."""
-        self._committed.pop(shard, None)
+        if shard in self._committed:
+            self._num_quarantined -= len(self._committed.pop(shard).quarantined)
         withdraw_index(self.store)
         self.store.remove(shard_name(shard))
 
@@ -173,8 +192,8 @@ class CacheWriter:
         if self.is_committed(shard):
             raise self.store.contested(shard_name(shard))
         stored, quarantined = self._sorted_out(samples)
-        if quarantined:
-            self.check_quarantined(quarantined)
+        if quarantined and self._num_quarantined + len(quarantined) >= self._recount_at:
+            self._recount_quarantined(quarantined)
         self.sweep(shard)
         columns = shard_columns(stored, self.manifest, self.device) if stored else {}
         needed = sum(column.nbytes for column in columns.values())
@@ -200,7 +219,7 @@ class CacheWriter:
                 producer=self._producer,
             )
             self.store.commit(folder, shard_name(shard), marker.dump())
-        self._committed[shard] = marker
+        self._remember(marker)
         return marker
 
     def _sorted_out(self, samples: list[Sample | Quarantined]) -> tuple[list[Sample], list[Quarantined]]:
