@@ -7,14 +7,16 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from datamodules.feature_cache import ResumableLoader
 from dflash_lightning.module import ContextBatch
 
 
 class Throughput(Callback):
     """Logs label tokens/s over all ranks, seconds a step, and the shares of waiting for data and of padding.
 
-    Validation isn't counted. ``perf/label_tokens`` and ``perf/training_seconds`` are totals since the first step; after
-    a resume they go on from the last log line before the checkpoint.
+    A step's seconds are those that its micro-batches were waited for and those that they were computed in. Validation
+    and checkpoints aren't counted. ``perf/label_tokens`` and ``perf/training_seconds`` are totals since the first step;
+    after a resume they go on from the last log line before the checkpoint.
     """
 
     def __init__(self) -> None:
@@ -29,15 +31,11 @@ class Throughput(Callback):
 
     def _reset(self) -> None:
         self._counts = torch.zeros(3, dtype=torch.long)  # label tokens, context tokens, padding among them
-        self._seconds, self._waited, self._steps = 0.0, 0.0, 0
+        self._waited, self._computed, self._steps = 0.0, 0.0, 0  # seconds, seconds, optimizer steps
 
-    def on_train_start(self, *_: Any) -> None:
-        self._last_end = time.perf_counter()
-
-    def on_validation_end(self, *_: Any) -> None:
-        self._last_end = time.perf_counter()
-
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        loader: ResumableLoader = trainer.train_dataloader
+        self._waited += loader.last_wait
         self._start = time.perf_counter()
 
     def on_train_batch_end(
@@ -47,10 +45,7 @@ class Throughput(Callback):
         # To the CPU: this waits until the device is done, as the seconds below want it.
         labels, padding = torch.stack([outputs["num_labels"], (documents < 0).sum()]).tolist()
         self._counts += torch.tensor([labels, documents.numel(), padding])
-        now = time.perf_counter()
-        self._waited += self._start - self._last_end
-        self._seconds += now - self._last_end
-        self._last_end = now
+        self._computed += time.perf_counter() - self._start
         if (batch_index + 1) % trainer.accumulate_grad_batches:
             return
         self._steps += 1
@@ -61,12 +56,13 @@ class Throughput(Callback):
         counts = trainer.strategy.reduce(self._counts.to(pl_module.device), reduce_op="sum")
         labels, context, padding = counts.tolist()
         self.label_tokens += labels
-        self.training_seconds += self._seconds
+        seconds = self._waited + self._computed
+        self.training_seconds += seconds
         pl_module.log_dict(
             {
-                "perf/label_tokens_per_second": labels / self._seconds,
-                "perf/step_seconds": self._seconds / self._steps,
-                "perf/data_wait_share": self._waited / self._seconds,
+                "perf/label_tokens_per_second": labels / seconds,
+                "perf/step_seconds": seconds / self._steps,
+                "perf/data_wait_share": self._waited / seconds,
                 "perf/padding_share": padding / context,
                 "perf/label_tokens": float(self.label_tokens),
                 "perf/training_seconds": self.training_seconds,

@@ -1,5 +1,6 @@
 """Streams a feature cache into training: batches of whole samples with freshly drawn anchors."""
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -82,17 +83,22 @@ class ResumableLoader(DataLoader):
 
     Attributes:
         progress: the trainer's own count of this rank's batches, corrected when the world size changed in between.
+        last_wait: seconds from asking for the latest batch until it was there.
     """
 
     sampler: StepSampler
     progress: BatchProgress
+    last_wait = 0.0
     _taken = 0
 
     def __iter__(self) -> Iterator[ContextBatch]:
         self._taken = self.sampler.start
+        asked = time.perf_counter()
         for batch in super().__iter__():
             self._taken += 1
+            self.last_wait = time.perf_counter() - asked
             yield batch
+            asked = time.perf_counter()
 
     def state_dict(self) -> dict[str, Any]:
         planner = self.sampler.planner
@@ -124,9 +130,9 @@ class ResumableLoader(DataLoader):
         plan = self.sampler.planner.identity()
         if taken and made_for != plan:
             differences = [
-                f"\n  {name}: checkpoint {made_for[name]}, this run {plan[name]}"
+                f"\n  {name}: checkpoint {made_for.get(name)}, this run {plan[name]}"
                 for name in plan
-                if made_for[name] != plan[name]
+                if made_for.get(name) != plan[name]
             ]
             raise ConfigError(
                 "the checkpoint was saved in the middle of an epoch whose micro-batches were planned differently:"
