@@ -9,8 +9,12 @@ import numpy as np
 
 from dflash_lightning.errors import ConfigError
 
+# Raised with every change that makes other plans of the same samples and settings.
+PLAN_VERSION = 1
 # How many samples fit into a step is tried on so many steps.
 TRIED_STEPS = 200
+# Whether every sample finds room is tried on so many epochs.
+TRIED_EPOCHS = 4
 # So much more room than an average step needs: steps differ, and what doesn't fit into one goes to the next.
 SPARE = 0.03
 
@@ -113,8 +117,7 @@ class EpochPlanner:
         self.sizes, self.batch_tokens, self.batches_per_step = sizes, batch_tokens, batches_per_step
         self.seed, self.shard_window = seed, shard_window
         self._most_in_step = batches_per_step * batch_tokens // int(sizes.tokens.min())
-        wanted = len(sizes.samples) / self._samples_that_fit() * (1 + SPARE)
-        self.num_steps = min(math.ceil(wanted), len(sizes.samples) // batches_per_step)
+        self.num_steps = self._plan_steps()
         self.num_batches = self.num_steps * batches_per_step
 
     def identity(self) -> dict[str, int | str | None]:
@@ -123,6 +126,7 @@ class EpochPlanner:
         for column in (self.sizes.samples, self.sizes.lengths, self.sizes.anchors, self.sizes.shards):
             digest.update(column.astype(np.int64).tobytes())
         return {
+            "plan version": PLAN_VERSION,
             "seed": self.seed,
             "batch_tokens": self.batch_tokens,
             "micro-batches in a step": self.batches_per_step,
@@ -135,9 +139,12 @@ class EpochPlanner:
 
         Every sample is in one of them, but for those that were still left when the last step was full.
         """
+        return self._fill_steps(self.num_steps, epoch)
+
+    def _fill_steps(self, num_steps: int, epoch: int) -> list[np.ndarray]:
         order, batches, taken = self._shuffled(epoch), [], 0
-        for step in range(self.num_steps):
-            due = (step + 1) * len(order) // self.num_steps
+        for step in range(num_steps):
+            due = (step + 1) * len(order) // num_steps
             members = self._fill_step(order[taken:due])
             batches += members
             taken += sum(map(len, members))
@@ -151,13 +158,28 @@ class EpochPlanner:
         turn = np.random.default_rng([self.seed, epoch, 1]).permutation(len(shards))
         return order[np.argsort(turn[shard_of[order]] // self.shard_window, kind="stable")]
 
+    def _plan_steps(self) -> int:
+        """Steps in an epoch: as few as hold every sample, or with spare room where they don't.
+
+        Epochs of many steps aren't tried: that takes long, and rounding up to a whole step costs them little.
+        """
+        samples = len(self.sizes.samples)
+        wanted, most = samples / self._samples_that_fit(), samples // self.batches_per_step
+        fewest = min(math.ceil(wanted), most)
+        if fewest <= TRIED_STEPS and all(
+            sum(map(len, self._fill_steps(fewest, epoch))) == samples for epoch in range(TRIED_EPOCHS)
+        ):
+            return fewest
+        return min(math.ceil(wanted * (1 + SPARE)), most)
+
     def _samples_that_fit(self) -> float:
-        """Samples in a step that is as full as it can be, on average."""
-        order, taken, steps = self._shuffled(0), 0, 0
-        while taken < len(order) and steps < TRIED_STEPS:
-            taken += sum(map(len, self._fill_step(order[taken : taken + self._most_in_step])))
-            steps += 1
-        return taken / steps
+        """Samples in a step that is as full as it can be, on average; what is left for the last one doesn't count."""
+        order, taken, fitting = self._shuffled(0), 0, []
+        while taken < len(order) and len(fitting) < TRIED_STEPS:
+            fitting.append(sum(map(len, self._fill_step(order[taken : taken + self._most_in_step]))))
+            taken += fitting[-1]
+        full = fitting[:-1] if taken == len(order) else fitting
+        return float(np.mean(full or fitting))
 
     def _fill_step(self, candidates: np.ndarray) -> list[np.ndarray]:
         """The micro-batches of a step of as many samples as fit, from the first one on."""

@@ -13,6 +13,7 @@ from training_helpers import random_sample, write_cache
 
 from datamodules import FeatureCacheDataModule
 from datamodules.feature_cache import in_validation_split
+from datamodules.plan import PLAN_VERSION
 from dflash_lightning.cache import ObjectStoreSettings, StagingSettings, open_store
 from dflash_lightning.cache.index import id_hash
 from dflash_lightning.cache.staging import SUBFOLDER
@@ -274,6 +275,18 @@ def test_a_state_of_another_plan_is_refused_in_the_middle_of_an_epoch_only(cache
             identity,
             world_size=2,
         )
+
+
+def test_a_state_of_another_version_of_the_plan_is_refused(cache, identity, monkeypatch):
+    loader = make(cache, identity).train_dataloader()
+    next(iter(loader))
+    state = loader.state_dict()
+    unversioned = {**state, "plan": {k: v for k, v in state["plan"].items() if k != "plan version"}}
+    with pytest.raises(ConfigError, match=f"plan version: checkpoint None, this run {PLAN_VERSION}"):
+        resume(unversioned, cache, identity)
+    monkeypatch.setattr("datamodules.plan.PLAN_VERSION", PLAN_VERSION + 1)
+    with pytest.raises(ConfigError, match=f"plan version: checkpoint {PLAN_VERSION}, this run {PLAN_VERSION + 1}"):
+        resume(state, cache, identity)
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_what_differs(cache, identity):

@@ -71,6 +71,24 @@ def test_every_epoch_has_as_many_micro_batches_and_takes_nearly_every_sample_onc
         assert len(set(taken)) == len(taken) > 0.97 * COUNT
 
 
+@pytest.mark.parametrize(
+    ("count", "batches_per_step", "steps"),
+    [(10, 4, 1), (44, 4, 1), (60, 4, 2), (100, 8, 2), (30, 1, 3), (300, 8, 4), (1000, 8, 11)],
+)
+def test_a_small_epoch_has_as_few_steps_as_hold_it(count, batches_per_step, steps):
+    lengths = np.random.default_rng(0).lognormal(5.4, 0.45, count).astype(np.int64) + 20
+    sizes = SampleSizes(np.arange(count), lengths, np.full(count, 64), np.zeros(count, int), 16)
+    planner = plan(sizes=sizes, batch_tokens=16384, batches_per_step=batches_per_step)
+    assert planner.num_steps == steps
+    assert all(sum(map(len, planner.batches(epoch))) == count for epoch in range(8))
+
+
+def test_full_steps_need_no_spare_room():
+    sizes = SampleSizes(np.arange(100), np.full(100, 60), np.full(100, 10), np.zeros(100, int), BLOCK_SIZE)
+    batches = plan(sizes=sizes, batch_tokens=500, batches_per_step=4).batches(0)
+    assert [len(batch) for batch in batches] == [5] * 20
+
+
 def test_a_micro_batch_keeps_to_the_budget_and_most_come_near_it():
     for batches_per_step in (1, 12):
         found = [padded_tokens(batch) for batch in in_order(ranks(1, batches_per_step=batches_per_step))]

@@ -150,7 +150,7 @@ def cache(llama_folder, tmp_path_factory) -> Path:
 def from_cache(job, cache) -> Job:
     """Six steps of 4 micro-batches of one or two samples, planned by the data module, 3 steps an epoch; the one sample
     held back is one batch of validation after each epoch."""
-    data = {"cache": str(cache), "batch_tokens": 90, "num_anchors": 3, "validation_fraction": 0.1}
+    data = {"cache": str(cache), "batch_tokens": 78, "num_anchors": 3, "validation_fraction": 0.1}
     return replace(job, steps=None, data=data, accumulation=4, max_steps=6)
 
 
@@ -199,8 +199,8 @@ def test_two_ranks_of_the_data_module_equal_one(two_ranks, from_cache, drawn_by_
 
 @pytest.mark.usefixtures("process_group")
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(from_cache, tmp_path):
-    # Seven steps of 2 micro-batches of two or three samples, 4 steps an epoch, with a checkpoint after each.
-    cut = from_cache.data | {"batch_tokens": 125, "validation_fraction": 0.0}
+    # Seven steps of 2 micro-batches of one to three samples, 4 steps an epoch, with a checkpoint after each.
+    cut = from_cache.data | {"batch_tokens": 110, "validation_fraction": 0.0}
     job = replace(from_cache, data=cut, max_steps=7, strategy="zero2", accumulation=2)
     # A resumed run must take its weights from the checkpoint.
     stranger = replace(job, initial={name: torch.zeros_like(tensor) for name, tensor in job.initial.items()})

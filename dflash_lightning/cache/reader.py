@@ -39,7 +39,7 @@ class FeatureCache:
         num_bytes: stored bytes of the shards.
 
     Raises:
-        CacheError: no cache there, another format, incomplete or empty, or the index is missing or damaged.
+        CacheError: no cache there, another format, incomplete or empty, or its index is damaged.
     """
 
     def __init__(
