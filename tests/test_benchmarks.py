@@ -46,6 +46,11 @@ def test_storage(plain_cache, tmp_path):
 
 
 @pytest.mark.slow
+def test_packing_steps(plain_cache):
+    assert benchmark("packing_steps.py", "--cache", plain_cache).count("and turned (as stored)") == 2
+
+
+@pytest.mark.slow
 def test_storage_tau(plain_cache, llama_folder, tmp_path):
     arguments = ("--target", llama_folder, "--cache", plain_cache, "--output", tmp_path / "results", "--seeds", 0)
     size = ("--steps", 2, "--prompts", 2, "--negatives", 16)
