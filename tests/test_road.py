@@ -52,7 +52,7 @@ def fit_config(target: Path, cache: Path, prompts: Path, folder: Path) -> dict:
             "precision": "bf16-mixed",
             "max_steps": 12,
             "gradient_clip_val": 1.0,
-            "val_check_interval": 3,  # an epoch has 4 batches: checkpoints fall into its middle
+            "val_check_interval": 3,  # an epoch has 5 batches: checkpoints fall into its middle
             "check_val_every_n_epoch": None,
             "num_sanity_val_steps": 0,
             "log_every_n_steps": 2,
