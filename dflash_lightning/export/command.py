@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from dflash_lightning.cache import CacheManifest
+from dflash_lightning.cache import CacheManifest, open_store
 from dflash_lightning.errors import DataError, ExportError
 from dflash_lightning.export.card import Provenance
 from dflash_lightning.export.folder import check_free, export_drafter, parse_formats
@@ -22,7 +22,7 @@ def export(
     format: str = "zlab,transformers",
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     target: str | None = None,
-    cache: Path | None = None,
+    cache: str | None = None,
     evaluations: list[Path] | None = None,
 ) -> list[Path]:
     """Write a drafter as folders that inference engines load without a patch.
@@ -37,7 +37,8 @@ def export(
         format: Formats, separated by commas: zlab, transformers.
         dtype: Data type of the exported weights.
         target: Where the target is now (folder, hub name or .gguf file). Default: where it was in training.
-        cache: Feature cache that the drafter was trained on; its generation settings go into the model card.
+        cache: Folder or URL of the feature cache that the drafter was trained on; its generation settings go into the
+            model card.
         evaluations: JSON files that `evaluate` wrote for this drafter; their figures go into the model card, each
             under its file's name.
 
@@ -87,14 +88,14 @@ def _token_ids(source: DrafterSource, target: str | None) -> TokenIds:
     return TokenIds.from_target(text_config)
 
 
-def _complete(provenance: Provenance | None, cache: Path | None, evaluations: list[Path]) -> Provenance | None:
+def _complete(provenance: Provenance | None, cache: str | None, evaluations: list[Path]) -> Provenance | None:
     """Add what the checkpoint doesn't know."""
     if provenance is None:
         if cache or evaluations:
             raise ExportError("The drafter has no dflash_lightning.json; leave out --cache and --evaluations.")
         return None
     if cache:
-        manifest = CacheManifest.load(cache)
+        manifest = CacheManifest.load(open_store(cache))
         if not manifest.target.fits(provenance.target):
             raise ExportError(
                 f"The cache {cache} is of the target {manifest.target.name}, the drafter's is {provenance.target.name}"
