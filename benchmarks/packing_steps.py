@@ -7,6 +7,7 @@ of each sample left out; then, after the bar, of first tokens alone, whose value
 """
 
 import argparse
+import math
 from pathlib import Path
 
 import torch
@@ -18,9 +19,14 @@ from dflash_lightning.progress import say
 SAMPLES = 120
 
 
+def group_of(features: torch.Tensor) -> int:
+    """Values in a group: 64, or what divides a smaller row."""
+    return math.gcd(features.shape[1], GROUP)
+
+
 def by_largest(features: torch.Tensor, bits: int) -> torch.Tensor:
     """The plain scheme: integers of the largest value in a group."""
-    groups = features.unflatten(1, (-1, GROUP))
+    groups = features.unflatten(1, (-1, group_of(features)))
     step = groups.abs().amax(dim=2, keepdim=True) / (2 ** (bits - 1) - 1)
     return ((groups / step).round() * step).flatten(1)
 
@@ -28,7 +34,7 @@ def by_largest(features: torch.Tensor, bits: int) -> torch.Tensor:
 def by_root_mean_square(features: torch.Tensor, bits: int, channels: torch.Tensor) -> torch.Tensor:
     """Channels brought to one size, groups scaled by their root mean square, the best levels; nothing is turned."""
     mean, size = channels
-    groups = ((features - mean) / size).unflatten(1, (-1, GROUP))
+    groups = ((features - mean) / size).unflatten(1, (-1, group_of(features)))
     scale = groups.pow(2).mean(dim=2, keepdim=True).sqrt()
     levels = normal_levels(bits)
     codes = torch.bucketize(groups / scale, (levels[1:] + levels[:-1]) / 2)

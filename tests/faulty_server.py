@@ -176,8 +176,15 @@ def faulty_s3(bucket: str) -> Iterator[FaultyProxy]:
     proxy = FaultyProxy(f"{host}:{port}")
     try:
         connection = HTTPConnection(urlsplit(proxy.url).netloc)
-        connection.request("PUT", f"/{bucket}", headers={"x-amz-acl": "public-read"})
-        assert connection.getresponse().status == 200
+        # moto keeps its buckets in this process, from one server to the next.
+        for method, path, headers in (
+            ("POST", "/moto-api/reset", {}),
+            ("PUT", f"/{bucket}", {"x-amz-acl": "public-read"}),
+        ):
+            connection.request(method, path, headers=headers)
+            response = connection.getresponse()
+            response.read()
+            assert response.status == 200
         connection.close()
         proxy.requests.clear()
         yield proxy
