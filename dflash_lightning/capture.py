@@ -170,10 +170,12 @@ def capture(
         num_threads=num_threads,
     )
     store, planned = open_store(cache, object_store), set(range(job.manifest.num_shards))
-    if not CacheManifest.exists(store):  # a refusal leaves nothing behind
+    begun = CacheManifest.exists(store)
+    if not begun:  # a refusal leaves nothing behind
         check_space(store, job.manifest, job.stored_tokens(planned))
     writer = create_or_join(store, job.manifest, rank=job.place.rank, max_quarantined=max_quarantined)
-    check_space(store, job.manifest, job.stored_tokens(planned - writer.committed()))
+    if begun:
+        check_space(store, job.manifest, job.stored_tokens(planned - writer.committed()))
     write_missing_shards(job, writer)
 
 

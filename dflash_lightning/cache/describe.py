@@ -6,6 +6,7 @@ from pathlib import Path
 from dflash_lightning.cache.location import open_store
 from dflash_lightning.cache.manifest import CacheManifest
 from dflash_lightning.cache.shards import load_markers
+from dflash_lightning.cache.space import feature_row_bytes
 from dflash_lightning.cache.store import CacheStore
 
 
@@ -42,7 +43,7 @@ def describe(cache: str | Path | CacheStore) -> dict:
         "tokens": tokens,
         "bytes": num_bytes,
         "bytes_per_token": num_bytes / tokens if tokens else None,
-        "bfloat16_bytes_per_token": 2 * manifest.feature_width,
+        "bfloat16_bytes_per_token": feature_row_bytes("bfloat16", manifest.feature_width),
         **identity,
         "target_layer_ids": list(manifest.target_layer_ids),
     }
