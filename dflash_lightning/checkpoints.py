@@ -6,6 +6,7 @@ Checkpoints are pickles: reading one runs whatever code it holds. Only read chec
 import contextlib
 import io
 import pickle
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from torch import Tensor
 
 from dflash_lightning.cache import TargetIdentity
 from dflash_lightning.config import DrafterConfig
-from dflash_lightning.errors import ExportError
+from dflash_lightning.errors import CheckpointError
 
 # Lightning's names: the folder of DeepSpeed's shards inside `X.ckpt`, and the file that DeepSpeed writes last.
 SHARDS, LATEST = "checkpoint", "latest"
+MODEL_FILES, OPTIMIZER_FILES = "*_model_states.pt", "*_optim_states.pt"
 WEIGHTS_PREFIX = "drafter."
 # Where `DFlashModule` puts what an export needs besides the weights.
 CHECKPOINT_KEY = "dflash"
@@ -65,27 +67,47 @@ def read_training_checkpoint(path: str | Path) -> TrainingCheckpoint:
         path: `X.ckpt`, as written by Lightning's `ModelCheckpoint`. A pickle: only read what you trust.
 
     Raises:
-        ExportError: the path doesn't exist, the checkpoint is incomplete or damaged (the message says what is missing),
-            or it was not written by this package.
+        CheckpointError: the path doesn't exist, the checkpoint is incomplete or damaged (the message says what is
+            missing), or it was not written by this package.
     """
     path = Path(path)
-    if not path.exists():
-        raise ExportError(f"There is no checkpoint at {path}; expected a `.ckpt` folder or file that `fit` wrote.")
-    if path.is_dir():
-        state, weights = _read_folder(path)
-    else:
-        state = _load(path, path)
+    state = open_checkpoint(path)
+    if not path.is_dir():
         weights = state.get("state_dict", {})
+    elif optimizer_shards(path):
+        weights = _gather(path)
+    else:
+        weights = state["module"]
     return _assemble(path, state, weights)
 
 
-def _assemble(path: Path, state: dict[str, Any], weights: dict[str, Tensor]) -> TrainingCheckpoint:
-    ours = state.get(CHECKPOINT_KEY)
-    if ours is None:
-        raise ExportError(
+def open_checkpoint(path: Path) -> dict[str, Any]:
+    """What Lightning saved in a checkpoint, after a check that all its files are there and none is cut short.
+
+    Tensors stay in their file until they are used, so that this takes no time and no memory.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is incomplete (the message says what is missing), or it is of
+            another package.
+    """
+    if not path.exists():
+        raise CheckpointError(f"There is no checkpoint at {path}; expected a `.ckpt` folder or file that `fit` wrote.")
+    state = _load_folder(path) if path.is_dir() else _load(path, path)
+    if CHECKPOINT_KEY not in state:
+        raise CheckpointError(
             f"{path} is a checkpoint of something else: it has no {CHECKPOINT_KEY!r} entry, which "
             "`dflash-lightning fit` writes. Give a checkpoint of a drafter."
         )
+    return state
+
+
+def optimizer_shards(path: Path) -> list[Path]:
+    """The files that hold each rank's part of the optimizer's state; none under ZeRO stage 0."""
+    return sorted((path / SHARDS).glob(OPTIMIZER_FILES))
+
+
+def _assemble(path: Path, state: dict[str, Any], weights: dict[str, Tensor]) -> TrainingCheckpoint:
+    ours = state[CHECKPOINT_KEY]
     return TrainingCheckpoint(
         path=path,
         config=DrafterConfig.from_dict(ours["drafter"]),
@@ -101,34 +123,35 @@ def _assemble(path: Path, state: dict[str, Any], weights: dict[str, Tensor]) -> 
     )
 
 
-def _read_folder(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Lightning's state and the full weights of a DeepSpeed checkpoint."""
+def _load_folder(path: Path) -> dict[str, Any]:
+    """Lightning's state in a checkpoint of DeepSpeed, after a check that every file is there and whole."""
     shards = path / SHARDS
-    models = sorted(shards.glob("*_model_states.pt"))
+    models, optimizers = sorted(shards.glob(MODEL_FILES)), optimizer_shards(path)
     missing = [
         what
         for what, found in (
-            (f"`{SHARDS}/*_model_states.pt` (weights)", models),
+            (f"`{SHARDS}/{MODEL_FILES}` (weights)", models),
             (f"`{LATEST}` (which is written last)", (path / LATEST).is_file()),
         )
         if not found
     ]
     if missing:
-        raise ExportError(
-            f"{path} is no complete checkpoint: it has no {' and no '.join(missing)}. Expected a `.ckpt` folder that "
-            "`fit` finished writing; take an earlier checkpoint if this one was interrupted."
-        )
+        raise _incomplete(path, f"it has no {' and no '.join(missing)}")
     state = _load(models[0], path)
-    has_optimizer_shards = any(shards.glob("*_optim_states.pt"))
-    # Without ZeRO (stage 0) the optimizer's state lies beside the weights, in one file; else it lies in shards.
-    if not has_optimizer_shards and state.get("optimizer") is not None:
-        return state, state["module"]
-    if not has_optimizer_shards:
-        raise ExportError(
-            f"{path} is no complete checkpoint: it has no `{SHARDS}/*_optim_states.pt` (float32 weights). Copy the "
-            "whole folder, or take an earlier checkpoint."
-        )
-    return state, _gather(path)
+    ranks = state["dp_world_size"]
+    # Under stage 3 each rank has its own file of weights. Under stage 0 the optimizer's state lies beside the weights.
+    expected_models = ranks if models[0].name.startswith("zero_pp_rank_") else 1
+    expected_optimizers = ranks if optimizers or state.get("optimizer") is None else 0
+    for pattern, files, expected in (
+        (MODEL_FILES, models, expected_models),
+        (OPTIMIZER_FILES, optimizers, expected_optimizers),
+    ):
+        if len(files) != expected:
+            raise _incomplete(path, f"{len(files)} of {expected} `{SHARDS}/{pattern}` are there")
+        for file in files:
+            if not zipfile.is_zipfile(file):
+                raise _incomplete(path, f"`{SHARDS}/{file.name}` is cut short")
+    return state
 
 
 def _gather(path: Path) -> dict[str, Tensor]:
@@ -146,16 +169,23 @@ def _gather(path: Path) -> dict[str, Tensor]:
 
 def _load(file: Path, path: Path) -> dict[str, Any]:
     try:
-        state = torch.load(file, map_location="cpu", weights_only=False)
+        state = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
     except UNREADABLE as error:
         raise _damaged(path, error) from error
     if not isinstance(state, dict):
-        raise ExportError(f"{path} holds a {type(state).__name__}; expected a Lightning checkpoint.")
+        raise CheckpointError(f"{path} holds a {type(state).__name__}; expected a Lightning checkpoint.")
     return state
 
 
-def _damaged(path: Path, error: Exception) -> ExportError:
-    return ExportError(
+def _incomplete(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is no complete checkpoint: {reason}. Expected a `.ckpt` folder that `fit` finished writing; take an "
+        "earlier checkpoint if this one was interrupted, or copy the whole folder."
+    )
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
         f"{path} can't be read as a checkpoint: {' '.join(str(error).split())}. It is damaged, incomplete or of "
         "another kind; take an earlier checkpoint."
     )

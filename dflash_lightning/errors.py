@@ -26,7 +26,7 @@ class CacheError(DFlashError):
 
 
 class CheckpointError(DFlashError):
-    """A training checkpoint can't be written."""
+    """A training checkpoint can't be written, is incomplete, or doesn't fit the run that would go on from it."""
 
 
 class ExportError(DFlashError):

@@ -4,25 +4,55 @@ import signal
 import warnings
 from collections.abc import Sequence
 
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from datamodules import FeatureCacheDataModule
 from dflash_lightning.errors import ConfigError, DFlashError
 from dflash_lightning.module import DFlashModule
+from dflash_lightning.resume import OneStart, choose_start
 
 # Said by the libraries about each other; nothing that a user could act on.
 HARMLESS_WARNINGS = (
     r"LightningCLI's args parameter is intended.*",
     r".*`isinstance\(treespec, LeafSpec\)` is deprecated.*",
     r".*is not supported by the model summary.*",
+    r"Checkpoint directory .* exists and is not empty.*",
     r".*Experiment logs directory .* exists and is not empty.*",
     r".*`torch.jit.script_method` is deprecated.*",
     r".*The '(train|val)_dataloader' does not have many workers.*",
 )
 
 
-def fit(arguments: Sequence[str]) -> LightningCLI:
+class FitCLI(LightningCLI):
+    """LightningCLI with one subcommand, and one way to go on from a checkpoint."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """`fit` alone; what it skips is given by other settings, or has no effect with DeepSpeed."""
+        given = {"model", "train_dataloaders", "val_dataloaders", "datamodule"}
+        return {"fit": {*given, "ckpt_path", "weights_only"}}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            "--resume",
+            type=str | None,
+            help="A checkpoint to go on from, or `auto`: the newest complete one among the folders that the "
+            "ModelCheckpoint callbacks write to; none there starts anew.",
+        )
+
+    def fit(self, model: DFlashModule, datamodule: FeatureCacheDataModule) -> None:
+        """Train from the chosen start."""
+        checkpoint, resume = None, self.config_init["fit"]["resume"]
+        if resume is not None:
+            checkpoint, message = choose_start(resume, self.trainer)
+            rank_zero_info(message)
+        self.trainer.callbacks.append(OneStart(checkpoint))
+        self.trainer.fit(model, datamodule=datamodule, ckpt_path=checkpoint)
+
+
+def fit(arguments: Sequence[str]) -> FitCLI:
     """Train as the given command line arguments and YAML files say; returns the CLI with its trainer and module.
 
     Unknown keys are refused. The full configuration of the run is saved as ``config.yaml`` in its log folder.
@@ -30,7 +60,7 @@ def fit(arguments: Sequence[str]) -> LightningCLI:
     for message in HARMLESS_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     try:
-        return LightningCLI(
+        return FitCLI(
             DFlashModule,
             FeatureCacheDataModule,
             args=["fit", *arguments],

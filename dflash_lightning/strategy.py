@@ -12,7 +12,9 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import Tensor
 
+from dflash_lightning.durable import sync_folder, sync_tree
 from dflash_lightning.errors import CheckpointError, ConfigError
+from dflash_lightning.resume import PARTIAL, REPLACED, take_back
 
 
 class DFlashDeepSpeedStrategy(DeepSpeedStrategy):
@@ -87,8 +89,9 @@ class DFlashDeepSpeedStrategy(DeepSpeedStrategy):
     ) -> None:
         """Write beside the final name and rename, so that a process killed meanwhile leaves the older checkpoint."""
         final = Path(self.broadcast(str(filepath)))
-        partial, replaced = (final.with_name(final.name + suffix) for suffix in (".partial", ".replaced"))
+        partial, replaced = (final.with_name(final.name + suffix) for suffix in (PARTIAL, REPLACED))
         if self.is_global_zero:
+            take_back(final)
             for leftover in (partial, replaced):
                 shutil.rmtree(leftover, ignore_errors=True)
         self.barrier()
@@ -99,22 +102,22 @@ class DFlashDeepSpeedStrategy(DeepSpeedStrategy):
             shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(
                 f"{final} can't be written ({error}); {free / 1e6:,.0f} MB were free. Older checkpoints are kept: make "
-                "space and resume from the last one with --ckpt_path."
+                "space and go on from the newest with --resume auto."
             ) from error
         self.barrier()
         if self.is_global_zero:
+            sync_tree(partial)
             if final.exists():
                 final.rename(replaced)
             partial.rename(final)
+            sync_folder(final.parent)
             shutil.rmtree(replaced, ignore_errors=True)
         self.barrier()
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint; take the older one back first if a kill fell between the two renames."""
-        path = Path(checkpoint_path)
-        replaced = path.with_name(path.name + ".replaced")
-        if self.is_global_zero and replaced.exists() and not path.exists():
-            replaced.rename(path)
+        if self.is_global_zero:
+            take_back(Path(checkpoint_path))
         self.barrier()
         return super().load_checkpoint(checkpoint_path, weights_only)
 

@@ -127,7 +127,7 @@ def test_a_training_stopped_by_sigterm_does_not_exit_as_if_it_had_finished(monke
     def stopped(*_args, **_options):
         raise SIGTERMException
 
-    monkeypatch.setattr(fit_module, "LightningCLI", stopped)
+    monkeypatch.setattr(fit_module, "FitCLI", stopped)
     with pytest.raises(SystemExit) as stop:
         fit_module.fit([])
     assert stop.value.code == 143

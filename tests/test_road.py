@@ -192,7 +192,7 @@ def test_an_interrupted_training_goes_on_from_its_last_checkpoint(road, tmp_path
         time.sleep(0.01)
     process.kill()
     process.wait()
-    subprocess.run([*fit, "--ckpt_path", str(last)], check=True)
+    subprocess.run([*fit, "--resume", "auto"], check=True)
     reports = [json.loads(line) for line in reports_file.read_text().splitlines()]
     steps = [report["step"] for report in reports]
     assert steps == sorted(set(steps))

@@ -193,20 +193,19 @@ def quickstart(
 
 
 def _fit(stages: StageRunner, run: Path, config: Path) -> None:
-    """Train; an interrupted run goes on from its last checkpoint, one with other settings starts anew."""
+    """Train; an interrupted run goes on from its newest checkpoint, one with other settings starts anew."""
     settings = config.read_text()
-    started, last = run / "logs" / "started_with.yaml", run / "checkpoints" / "last.ckpt"
-    resumable = last.exists() and started.exists() and started.read_text() == settings
+    started = run / "logs" / "started_with.yaml"
 
     def clear() -> None:
-        if not resumable:
+        if not started.exists() or started.read_text() != settings:
             shutil.rmtree(run / "checkpoints", ignore_errors=True)
             shutil.rmtree(run / "logs", ignore_errors=True)
             (run / "logs").mkdir()
             write_whole(started, settings)
 
-    resume = ["--ckpt_path", str(last)] if resumable else []
-    stages.commands("fit", ["dflash-lightning", "fit", "--config", str(config), *resume], key=settings, before=clear)
+    command = ["dflash-lightning", "fit", "--config", str(config), "--resume", "auto"]
+    stages.commands("fit", command, key=settings, before=clear)
 
 
 def main() -> None:

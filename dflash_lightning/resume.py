@@ -1,0 +1,112 @@
+"""Where a training goes on: the newest complete checkpoint among the folders that it saves to."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from dflash_lightning.checkpoints import open_checkpoint
+from dflash_lightning.errors import CheckpointError, ConfigError
+
+# What follows the name of a checkpoint that is being written, and of the older one while the new one takes its place.
+PARTIAL, REPLACED = ".partial", ".replaced"
+AUTO = "auto"
+
+
+class Start(NamedTuple):
+    """Where a training starts.
+
+    Attributes:
+        checkpoint: the checkpoint to go on from; None to start anew.
+        message: what to tell the user about it.
+    """
+
+    checkpoint: Path | None
+    message: str
+
+
+def take_back(checkpoint: Path) -> None:
+    """Give an older checkpoint its name again if a kill fell between the two renames that replace it."""
+    replaced = checkpoint.with_name(checkpoint.name + REPLACED)
+    if replaced.exists() and not checkpoint.exists():
+        replaced.rename(checkpoint)
+
+
+def choose_start(resume: str, trainer: L.Trainer) -> Start:
+    """Where to start, from what lies in the checkpoint folders; nothing is written, so that ranks may do it each.
+
+    Args:
+        resume: the path of a checkpoint, or `auto`: the newest complete one among the folders that the trainer's
+            ModelCheckpoint callbacks write to, or a new start where there is none.
+        trainer: the trainer that is to go on.
+
+    Raises:
+        CheckpointError: the given checkpoint doesn't exist, or isn't complete.
+        ConfigError: `auto`, and a ModelCheckpoint has no fixed folder.
+    """
+    if resume != AUTO:
+        path = Path(resume)
+        step = _open(path)["global_step"]
+        return Start(path, f"resume: {path}, step {step}")
+    folders = _checkpoint_folders(trainer)
+    complete, incomplete = _search(folders)
+    passed_over = f"; passed over as incomplete: {', '.join(path.name for path in incomplete)}" if incomplete else ""
+    if not complete:
+        return Start(None, f"resume: no checkpoint in {', '.join(map(str, folders))}, a new start{passed_over}")
+    newest = max(complete, key=lambda path: (complete[path], str(path)))
+    return Start(newest, f"resume: {newest}, step {complete[newest]}{passed_over}")
+
+
+def _checkpoint_folders(trainer: L.Trainer) -> list[Path]:
+    folders = [saver.dirpath for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
+    if not folders or None in folders:
+        raise ConfigError(
+            "--resume auto looks into the folders that ModelCheckpoint callbacks write to, but "
+            + ("one of them has no dirpath; give it one." if folders else "there is no such callback; add one.")
+        )
+    return sorted({Path(folder) for folder in folders})
+
+
+def _search(folders: Iterable[Path]) -> tuple[dict[Path, int], list[Path]]:
+    """Steps of the complete checkpoints, and the incomplete ones."""
+    complete, incomplete = {}, []
+    for folder in folders:
+        names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+        for name in sorted({name.removesuffix(REPLACED) for name in names}):
+            path = folder / name
+            if name.endswith(PARTIAL):
+                incomplete.append(path)
+            elif path.suffix == ModelCheckpoint.FILE_EXTENSION:
+                try:
+                    complete[path] = _open(path)["global_step"]
+                except CheckpointError:
+                    incomplete.append(path)
+    return complete, incomplete
+
+
+def _open(path: Path) -> dict:
+    """What a checkpoint holds, also where only a kill kept it from having its name."""
+    replaced = path.with_name(path.name + REPLACED)
+    return open_checkpoint(replaced if replaced.exists() and not path.exists() else path)
+
+
+class OneStart(Callback):
+    """Refuses a training in which one rank would start elsewhere than the others."""
+
+    def __init__(self, checkpoint: Path | None):
+        """
+        Args:
+            checkpoint: what this rank found.
+        """
+        self.checkpoint = checkpoint
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:  # noqa: ARG002
+        first = trainer.strategy.broadcast(self.checkpoint)
+        if self.checkpoint != first:
+            raise CheckpointError(
+                f"rank {trainer.global_rank} would start from {self.checkpoint or 'the beginning'}, rank 0 from "
+                f"{first or 'the beginning'}. All ranks must see the same checkpoint folders: put them on a file "
+                "system that all nodes share."
+            )
