@@ -1,7 +1,7 @@
 """Streams a feature cache into training: batches of whole samples with freshly drawn anchors."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,8 +31,17 @@ def in_validation_split(id_hashes: np.ndarray, fraction: float) -> np.ndarray:
     return id_hashes < np.uint64(fraction * 2**64)
 
 
-def collate(samples: list[Sample], anchors: list[np.ndarray], *, anchors_in_step: int) -> ContextBatch:
-    """Pad R samples to the longest of them, and their anchors to the most that one has."""
+def collate(
+    samples: list[Sample], anchors: list[np.ndarray], *, indices: Sequence[int], anchors_in_step: int
+) -> ContextBatch:
+    """Pad R samples to the longest of them, and their anchors to the most that one has.
+
+    Args:
+        samples: R samples.
+        anchors: the anchors of each.
+        indices: the number of each, for the batch to carry.
+        anchors_in_step: valid anchors of the whole optimizer step.
+    """
     shape = (len(samples), max(len(sample.input_ids) for sample in samples))
     blocks = (len(samples), max(1, *map(len, anchors)))
     stored = [sample.features for sample in samples]
@@ -45,6 +54,7 @@ def collate(samples: list[Sample], anchors: list[np.ndarray], *, anchors_in_step
         document_ids=torch.full(shape, -1),
         anchors=torch.zeros(blocks, dtype=torch.long),
         valid=torch.zeros(blocks, dtype=torch.bool),
+        samples=torch.tensor(indices),
         anchors_in_step=torch.tensor(anchors_in_step),
     )
     if packed:
@@ -72,7 +82,7 @@ class MicroBatchDataset(Dataset[ContextBatch]):
         num_anchors = self.num_anchors if plan.anchors_in_step else 0
         draw = partial(sample_anchors, num_anchors=num_anchors, seed=self.seed, epoch=plan.epoch)
         anchors = [draw(sample.loss_mask, sample_id=sample.sample_id) for sample in samples]
-        return collate(samples, anchors, anchors_in_step=plan.anchors_in_step)
+        return collate(samples, anchors, indices=plan.indices, anchors_in_step=plan.anchors_in_step)
 
 
 class ResumableLoader(DataLoader):
@@ -208,6 +218,10 @@ class FeatureCacheDataModule(L.LightningDataModule):
         )
         held_back = in_validation_split(self.cache.id_hashes, self.validation_fraction)
         self.training_samples, self.validation_samples = np.flatnonzero(~held_back), np.flatnonzero(held_back)
+
+    def sample_ids(self, indices: Sequence[int]) -> list[str]:
+        """The ids of samples by their number, as a batch carries it."""
+        return [self.cache.sample_ids[index] for index in indices]
 
     def _loader(self, loader: type[DataLoader], sampler: StepSampler | ValidationSampler) -> DataLoader:
         workers: dict[str, Any] = {}

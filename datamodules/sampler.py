@@ -16,8 +16,10 @@ Locate = Callable[[int], SampleLocation]
 class MicroBatch(NamedTuple):
     """What one rank computes in one accumulation step: all that a data worker needs to know."""
 
+    indices: tuple[int, ...]
+    """Its samples, as the feature cache numbers them."""
     samples: tuple[SampleLocation, ...]
-    """Where its samples lie in the feature cache."""
+    """Where they lie in it."""
     epoch: int | None
     """Keys the anchors; None in validation, where they never change."""
     anchors_in_step: int
@@ -54,8 +56,10 @@ class StepSampler(Sampler[MicroBatch]):
         anchors = np.array([sizes.anchors[batch].sum() for batch in batches])
         anchors_in_step = anchors.reshape(-1, self.planner.batches_per_step).sum(axis=1)
         for number in range(start * self.world_size + self.rank, len(batches), self.world_size):
+            indices = tuple(sizes.samples[batches[number]].tolist())
             yield MicroBatch(
-                samples=tuple(map(self.locate, sizes.samples[batches[number]].tolist())),
+                indices,
+                tuple(map(self.locate, indices)),
                 epoch=self.epoch,
                 anchors_in_step=int(anchors_in_step[number // self.planner.batches_per_step]),
             )
@@ -83,4 +87,4 @@ class ValidationSampler(Sampler[MicroBatch]):
                 samples, anchors = self.sizes.samples[batch].tolist(), int(self.sizes.anchors[batch].sum())
             else:
                 samples, anchors = self.sizes.samples[self._batches[0][:1]].tolist(), 0
-            yield MicroBatch(tuple(map(self.locate, samples)), None, anchors)
+            yield MicroBatch(tuple(samples), tuple(map(self.locate, samples)), None, anchors)

@@ -29,5 +29,9 @@ class CheckpointError(DFlashError):
     """A training checkpoint can't be written, is incomplete, or doesn't fit the run that would go on from it."""
 
 
+class TrainingError(DFlashError):
+    """Training can't go on with the numbers that it computes."""
+
+
 class ExportError(DFlashError):
     """A drafter folder can't be written or read."""

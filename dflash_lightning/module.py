@@ -6,6 +6,7 @@ from typing import Any, NotRequired, TypedDict
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 from torch.nn.functional import embedding
@@ -22,6 +23,7 @@ from dflash_lightning.export.format import TokenIds
 from dflash_lightning.export.loading import check_mask_token
 from dflash_lightning.losses import LossSettings, SlotResults, score_slots, weighted_loss
 from dflash_lightning.metrics import BlockMetrics
+from dflash_lightning.step_guard import StepGuard, spoil_gradients_of_nonfinite
 from dflash_lightning.target import (
     load_generation_config,
     load_tables,
@@ -54,6 +56,8 @@ class ContextBatch(TypedDict):
     """[R, N] row indices, padded with 0."""
     valid: Tensor
     """[R, N] False on padding."""
+    samples: Tensor
+    """[R] which samples the rows are, as the data module numbers them (`sample_ids` names them)."""
     anchors_in_step: Tensor
     """[] valid anchors of the whole optimizer step, over all ranks and accumulation steps."""
 
@@ -100,6 +104,7 @@ class DFlashModule(L.LightningModule):
         drafter: DrafterSettings | None = None,
         loss: LossSettings | None = None,
         optimizer: OptimizerSettings | None = None,
+        max_skipped_steps: int = 10,
     ):
         """
         Args:
@@ -107,6 +112,8 @@ class DFlashModule(L.LightningModule):
             drafter: shape of the drafter.
             loss: weighting of the slots.
             optimizer: learning rate and schedule.
+            max_skipped_steps: optimizer steps that may be left out because their loss or gradient isn't finite; one
+                more stops the run.
 
         Raises:
             ConfigError, TargetError: where target and settings don't fit.
@@ -115,6 +122,7 @@ class DFlashModule(L.LightningModule):
         self.target_name = target
         self.loss_settings = loss or LossSettings()
         self.optimizer_settings = optimizer or OptimizerSettings()
+        self.step_guard = StepGuard(max_skipped_steps)
         settings = drafter or DrafterSettings()
         text_config, tokenizer = target_text_config(target), load_tokenizer(target)
         mask_token_id = resolve_mask_token_id(
@@ -184,7 +192,7 @@ class DFlashModule(L.LightningModule):
         # Gradients are averaged over ranks and accumulation steps; the objective is a mean over the step's anchors.
         cuts = self.trainer.world_size * self.trainer.accumulate_grad_batches
         return {
-            "loss": loss * (cuts / batch["anchors_in_step"].clamp(min=1)),
+            "loss": spoil_gradients_of_nonfinite(loss * (cuts / batch["anchors_in_step"].clamp(min=1))),
             "num_labels": blocks.supervised.sum().detach(),
         }
 
@@ -206,6 +214,14 @@ class DFlashModule(L.LightningModule):
         values = {f"{prefix}/{name}": value for name, value in metrics.compute().items()}
         self.log_dict(values, sync_dist=prefix == "val")
         metrics.reset()
+
+    def configure_callbacks(self) -> list[Callback]:
+        return [self.step_guard]
+
+    def lr_scheduler_step(self, scheduler: LambdaLR, metric: None) -> None:
+        """Leave the learning rate where it is after a step that was left out."""
+        if math.isfinite(self.step_guard.gradient_norm(self.trainer)):
+            super().lr_scheduler_step(scheduler, metric)
 
     def configure_optimizers(self) -> dict[str, Any]:
         max_steps = self.trainer.max_steps

@@ -197,7 +197,7 @@ def test_data_workers_read_without_an_index(cache_folder, method):
     os.unlink(cache_folder / INDEX)
     dataset = MicroBatchDataset(cache.reader, num_anchors=4, seed=0)
     assert len(pickle.dumps(dataset)) < 5_000
-    plan = [MicroBatch((cache.locate(i), cache.locate(9 - i)), 0, 8) for i in range(10)]
+    plan = [MicroBatch((i, 9 - i), (cache.locate(i), cache.locate(9 - i)), 0, 8) for i in range(10)]
     loader = DataLoader(
         dataset, batch_size=None, sampler=plan, num_workers=1, multiprocessing_context=method, timeout=120
     )

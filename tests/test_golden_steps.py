@@ -57,6 +57,7 @@ def make_batch(samples) -> ContextBatch:
         document_ids=torch.nn.utils.rnn.pad_sequence(documents, batch_first=True, padding_value=-1),
         anchors=anchors,
         valid=torch.ones_like(anchors, dtype=torch.bool),
+        samples=torch.arange(len(samples)),
         anchors_in_step=torch.tensor(anchors.numel()),
     )
 

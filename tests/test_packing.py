@@ -106,7 +106,7 @@ def test_a_cache_of_any_storage_reaches_the_module(storage, tmp_path):
     cache = FeatureCache(tmp_path)
     indices = [0, 4, 9]  # of three shards
     samples = [cache.read(i) for i in indices]
-    features = context_features(collate(samples, [np.array([0])] * 3, anchors_in_step=3))
+    features = context_features(collate(samples, [np.array([0])] * 3, indices=range(3), anchors_in_step=3))
     bits = packed_bits(storage)
     for row, index in enumerate(indices):
         given = make_sample(index).features

@@ -1,5 +1,8 @@
 """Short trainings for the tests, in one process or under torchrun."""
 
+import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from datamodules.feature_cache import collate
 from dflash_lightning.cache import CacheManifest, Sample, create_or_join
 from dflash_lightning.cache.storage import Storage, default_compression
 from dflash_lightning.config import DrafterSettings
+from dflash_lightning.gathering import gather_drafter
 from dflash_lightning.losses import LossSettings
 from dflash_lightning.module import ContextBatch, DFlashModule, OptimizerSettings
 from dflash_lightning.strategy import DFlashDeepSpeedStrategy
@@ -39,17 +43,6 @@ class RecordSteps(Logger):
 
     def values(self, name: str) -> list[float]:
         return [metrics[name] for _, metrics in self.logged if name in metrics]
-
-
-class RecordNorms(L.Callback):
-    """The gradient norm before clipping of each optimizer step; only DeepSpeed keeps it."""
-
-    def __init__(self):
-        self.seen: list[float] = []
-
-    def on_train_batch_end(self, trainer, _module, _outputs, _batch, batch_index):
-        if (batch_index + 1) % trainer.accumulate_grad_batches == 0 and hasattr(trainer.model, "get_global_grad_norm"):
-            self.seen.append(float(trainer.model.get_global_grad_norm()))
 
 
 def make_trainer(strategy: str, **options) -> L.Trainer:
@@ -130,14 +123,21 @@ class DealtSteps(torch.utils.data.Dataset):
         return collate(
             [given.sample for given in members],
             [given.anchors for given in members],
+            indices=range(number * len(step) + first, number * len(step) + first + size),
             anchors_in_step=sum(len(given.anchors) for given in step),
         )
 
 
 class DealtData(L.LightningDataModule):
+    """Given steps, all of as many samples; they are numbered through."""
+
     def __init__(self, steps: list[list[GivenSample]]):
         super().__init__()
         self.steps = steps
+
+    def sample_ids(self, indices: Sequence[int]) -> list[str]:
+        given = [given for step in self.steps for given in step]
+        return [given[index].sample.sample_id for index in indices]
 
     def train_dataloader(self):
         trainer = self.trainer
@@ -177,6 +177,7 @@ class Job:
     strategy: str = "plain"
     accumulation: int = 1
     devices: int = 1
+    callbacks: tuple[L.Callback, ...] = ()
     save_to: Path | None = None
     """Where to save a checkpoint after each step."""
     resume: Path | None = None
@@ -185,7 +186,7 @@ class Job:
         module = DFlashModule(self.target, self.drafter, self.loss, self.optimizer)
         module.configure_model()
         module.drafter.load_state_dict(self.initial)
-        logger, norms = RecordSteps(), RecordNorms()
+        logger = RecordSteps()
         saving = [ModelCheckpoint(self.save_to, "{step}", every_n_train_steps=1, save_top_k=-1)] if self.save_to else []
         trainer = make_trainer(
             self.strategy,
@@ -194,7 +195,7 @@ class Job:
             accumulate_grad_batches=self.accumulation,
             gradient_clip_val=self.clip,
             logger=logger,
-            callbacks=[norms, *saving],
+            callbacks=[*self.callbacks, *saving],
             enable_checkpointing=bool(saving),
             **options,
         )
@@ -202,8 +203,18 @@ class Job:
         trainer.fit(module, datamodule=data, ckpt_path=self.resume)
         assert trainer.global_step == self.max_steps
         return Outcome(
-            weights={name: tensor.detach().clone() for name, tensor in module.drafter.state_dict().items()},
+            weights={name: weight.clone() for name, weight in gather_drafter(module.drafter).state_dict().items()},
             reported=logger.values("train/loss"),
-            gradient_norms=norms.seen,
+            gradient_norms=logger.values("train/grad_norm"),
             validation=[metrics for _, metrics in logger.logged if "val/loss" in metrics],
         )
+
+
+def torchrun(ranks: int, jobs: dict[Any, Job], folder: Path) -> list[dict[Any, Outcome]]:
+    """Run jobs one after the other in one launch; the outcomes by job, for each rank."""
+    torch.save(jobs, folder / "jobs.pt")
+    worker = [str(Path(__file__).parent / "train_worker.py"), str(folder / "jobs.pt"), str(folder)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *worker]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
