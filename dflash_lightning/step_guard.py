@@ -6,15 +6,17 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
 
 from dflash_lightning.errors import ConfigError, TrainingError
 
 
 def spoil_gradients_of_nonfinite(loss: Tensor) -> Tensor:
-    """The same ``loss``, bit for bit; if it isn't finite, each of its gradients is NaN.
+    """A finite ``loss``, bit for bit; one that isn't becomes NaN, and so does each of its gradients.
 
     A loss can be infinite while its gradients are finite. After this only gradients have to be looked at, which the
     ranks sum anyway: what one rank has seen reaches all of them without another collective.
@@ -53,15 +55,25 @@ class StepGuard(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.skipped_steps = state_dict["skipped_steps"]
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        if isinstance(trainer.strategy, DeepSpeedStrategy) and not _deepspeed_looks(trainer):
+            trainer.optimizers[0].register_step_pre_hook(self._drop_nonfinite)
+
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         # Under DeepSpeed this is called for every micro-batch, not only for the last one of a step.
         if _deepspeed_looks(trainer) or trainer.fit_loop._should_accumulate():
             return
-        parameters = [parameter for parameter in pl_module.parameters() if parameter.grad is not None]
-        self._gradient_norm = get_total_norm([parameter.grad for parameter in parameters])
+        gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
+        self._gradient_norm = get_total_norm(gradients)
+        if not isinstance(trainer.strategy, DeepSpeedStrategy):  # which clips first, and can't clip nothing
+            self._drop_nonfinite(trainer.optimizers[0])
+
+    def _drop_nonfinite(self, optimizer: Optimizer, *_: Any) -> None:
+        """An optimizer passes over a parameter without gradient: its weight, moments and count of steps stay."""
         if not self._gradient_norm.isfinite():
-            for parameter in parameters:
-                parameter.grad = None  # the optimizer passes over a parameter without gradient
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
 
     def gradient_norm(self, trainer: L.Trainer) -> float:
         """Norm of the latest step's gradient before clipping, over all ranks; not finite if the step was left out."""

@@ -47,10 +47,16 @@ class RecordSteps(Logger):
 
 def make_trainer(strategy: str, **options) -> L.Trainer:
     """A silent CPU trainer; ``strategy`` is plain (one process), ddp, or zero0 to zero3."""
-    options = {"max_epochs": -1, "log_every_n_steps": 1, "enable_checkpointing": False, "logger": False, **options}
+    options = {
+        "precision": "32-true",
+        "max_epochs": -1,
+        "log_every_n_steps": 1,
+        "enable_checkpointing": False,
+        "logger": False,
+        **options,
+    }
     return L.Trainer(
         accelerator="cpu",
-        precision="32-true",
         strategy=LIGHTNING_NAMES.get(strategy) or DFlashDeepSpeedStrategy(stage=int(strategy[-1])),
         use_distributed_sampler=False,
         enable_progress_bar=False,
@@ -177,13 +183,15 @@ class Job:
     strategy: str = "plain"
     accumulation: int = 1
     devices: int = 1
+    precision: str = "32-true"
+    max_skipped_steps: int = 10
     callbacks: tuple[L.Callback, ...] = ()
     save_to: Path | None = None
     """Where to save a checkpoint after each step."""
     resume: Path | None = None
 
     def run(self, **options) -> Outcome:
-        module = DFlashModule(self.target, self.drafter, self.loss, self.optimizer)
+        module = DFlashModule(self.target, self.drafter, self.loss, self.optimizer, self.max_skipped_steps)
         module.configure_model()
         module.drafter.load_state_dict(self.initial)
         logger = RecordSteps()
@@ -191,6 +199,7 @@ class Job:
         trainer = make_trainer(
             self.strategy,
             devices=self.devices,
+            precision=self.precision,
             max_steps=self.max_steps,
             accumulate_grad_batches=self.accumulation,
             gradient_clip_val=self.clip,
@@ -217,4 +226,5 @@ def torchrun(ranks: int, jobs: dict[Any, Job], folder: Path) -> list[dict[Any, O
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *worker]
     result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
+    (folder / "log.txt").write_text(result.stdout + result.stderr)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
