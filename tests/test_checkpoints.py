@@ -32,6 +32,7 @@ def batches() -> DataLoader:
         "document_ids": torch.zeros(2, length, dtype=torch.long),
         "anchors": torch.tensor([[1, 4, 7], [2, 3, 0]]),
         "valid": torch.tensor([[True, True, True], [True, True, False]]),
+        "samples": torch.arange(2),
         "anchors_in_step": torch.tensor(5),
     }
     return DataLoader([batch] * STEPS, batch_size=None)
