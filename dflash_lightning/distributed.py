@@ -16,11 +16,12 @@ TIMEOUT = timedelta(hours=2)
 
 
 class Place(NamedTuple):
-    """Rank of this process among ``world_size``, and among those of its node."""
+    """Rank of this process among ``world_size``, and among those of its node, which is one of ``num_nodes``."""
 
     rank: int
     world_size: int
     local_rank: int
+    num_nodes: int = 1
 
 
 class Group(NamedTuple):
@@ -45,10 +46,12 @@ def launched_place() -> Place:
     """
     if TorchElasticEnvironment.detect():
         elastic = TorchElasticEnvironment()
-        return Place(elastic.global_rank(), elastic.world_size(), elastic.local_rank())
+        nodes = int(os.environ["GROUP_WORLD_SIZE"])
+        return Place(elastic.global_rank(), elastic.world_size(), elastic.local_rank(), nodes)
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
     if tasks > 1:
-        return Place(int(os.environ["SLURM_PROCID"]), tasks, int(os.environ["SLURM_LOCALID"]))
+        nodes = int(os.environ["SLURM_STEP_NUM_NODES"])
+        return Place(int(os.environ["SLURM_PROCID"]), tasks, int(os.environ["SLURM_LOCALID"]), nodes)
     return Place(0, 1, 0)
 
 

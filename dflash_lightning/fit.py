@@ -12,6 +12,7 @@ from datamodules import FeatureCacheDataModule
 from dflash_lightning.errors import ConfigError, DFlashError
 from dflash_lightning.module import DFlashModule
 from dflash_lightning.resume import OneStart, choose_start
+from dflash_lightning.trainer_checks import check_trainer
 
 # Said by the libraries about each other; nothing that a user could act on.
 HARMLESS_WARNINGS = (
@@ -44,6 +45,7 @@ class FitCLI(LightningCLI):
 
     def fit(self, model: DFlashModule, datamodule: FeatureCacheDataModule) -> None:
         """Train from the chosen start."""
+        check_trainer(self.trainer)  # before Lightning starts processes
         checkpoint, resume = None, self.config_init["fit"]["resume"]
         if resume is not None:
             checkpoint, message = choose_start(resume, self.trainer)

@@ -7,7 +7,6 @@ from typing import Any, NotRequired, TypedDict
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 from torch.nn.functional import embedding
 from torch.optim.lr_scheduler import LambdaLR
@@ -33,6 +32,7 @@ from dflash_lightning.target import (
     target_identity,
     target_text_config,
 )
+from dflash_lightning.trainer_checks import check_steps_are_whole, check_trainer
 from dflash_lightning.visibility import attention_mask
 
 
@@ -150,19 +150,15 @@ class DFlashModule(L.LightningModule):
         return torch.bfloat16 if "bf16" in str(self.trainer.precision) else torch.float32
 
     def setup(self, stage: str) -> None:  # noqa: ARG002
-        """Refuse a precision that the drafter wouldn't be trained in."""
-        precision = str(self.trainer.precision)
-        with_deepspeed = isinstance(self.trainer.strategy, DeepSpeedStrategy)
-        if precision != "32-true" and not (precision == "bf16-mixed" and with_deepspeed):
-            raise ConfigError(
-                f"trainer.precision is {precision} with {type(self.trainer.strategy).__name__}; expected 32-true, or "
-                "bf16-mixed with dflash_lightning.strategy.DFlashDeepSpeedStrategy (bf16 weights, float32 masters)."
-            )
+        check_trainer(self.trainer)
 
     def on_fit_start(self) -> None:
         table, head = load_tables(self.target_name, dtype=self.compute_dtype)
         self._frozen = {"embedding": table.to(self.device)}
         self._frozen["head"] = self._frozen["embedding"] if head is table else head.to(self.device)
+
+    def on_train_start(self) -> None:
+        check_steps_are_whole(self.trainer)
 
     def _score(self, batch: ContextBatch) -> tuple[SlotResults, Blocks]:
         blocks = build_blocks(

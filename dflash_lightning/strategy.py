@@ -16,6 +16,8 @@ from dflash_lightning.durable import sync_folder, sync_tree
 from dflash_lightning.errors import CheckpointError, ConfigError
 from dflash_lightning.resume import PARTIAL, REPLACED, take_back
 
+DEFAULT_BUCKET_SIZE = 200_000_000
+
 
 class DFlashDeepSpeedStrategy(DeepSpeedStrategy):
     """Lightning's DeepSpeed strategy with four differences.
@@ -34,7 +36,7 @@ class DFlashDeepSpeedStrategy(DeepSpeedStrategy):
         self,
         stage: Literal[0, 1, 2, 3] = 2,
         offload_optimizer: bool = False,
-        bucket_size: int = 200_000_000,
+        bucket_size: int = DEFAULT_BUCKET_SIZE,
         timeout_minutes: float = 30.0,
     ):
         """
@@ -46,6 +48,11 @@ class DFlashDeepSpeedStrategy(DeepSpeedStrategy):
         """
         if stage not in (0, 1, 2, 3):
             raise ConfigError(f"ZeRO stage is {stage}; expected 0, 1, 2 or 3.")
+        if stage == 0 and (offload_optimizer or bucket_size != DEFAULT_BUCKET_SIZE):
+            raise ConfigError(
+                "offload_optimizer and bucket_size have no effect at ZeRO stage 0, which shards nothing. Leave them "
+                "out, or choose stage 1, 2 or 3."
+            )
         super().__init__(
             stage=stage,
             offload_optimizer=offload_optimizer,

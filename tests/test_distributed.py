@@ -17,20 +17,20 @@ SRUN_TASK = {
     **{"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"},
 }
 SHELL_ON_A_NODE = {**SRUN_TASK, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "GROUP_WORLD_SIZE": "2"}
 
 
 @pytest.mark.parametrize(
     ("environment", "place"),
     [
         ({}, Place(0, 1, 0)),
-        (TORCHRUN, Place(3, 4, 1)),
-        (SRUN_TASK, Place(5, 8, 1)),
-        ({**SRUN_TASK, "SLURM_JOB_NAME": "interactive"}, Place(5, 8, 1)),  # srun inside salloc
+        (TORCHRUN, Place(3, 4, 1, 2)),
+        (SRUN_TASK, Place(5, 8, 1, 2)),
+        ({**SRUN_TASK, "SLURM_JOB_NAME": "interactive"}, Place(5, 8, 1, 2)),  # srun inside salloc
         (BATCH_SCRIPT, Place(0, 1, 0)),
         (SHELL_ON_A_NODE, Place(0, 1, 0)),
         # one srun task a node, each a torchrun
-        ({**SRUN_TASK, **TORCHRUN}, Place(3, 4, 1)),
+        ({**SRUN_TASK, **TORCHRUN}, Place(3, 4, 1, 2)),
     ],
 )
 def test_place(monkeypatch, environment, place):

@@ -1,12 +1,9 @@
 """What the Lightning module logs, optimizes, saves and refuses."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 from helpers import MASK_TOKEN_ID
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from training_helpers import DealtData, GivenSample, Job, make_trainer, random_sample
 
 from dflash_lightning.checkpoints import CHECKPOINT_KEY
@@ -101,9 +98,18 @@ def test_what_is_no_target_is_refused(tmp_path):
         DFlashModule(str(tmp_path))
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "64-true"])
-def test_a_precision_that_would_not_be_trained_in_is_refused(llama_folder, precision):
-    module = DFlashModule(str(llama_folder), DRAFTER)
-    module._trainer = SimpleNamespace(precision=precision, strategy=SingleDeviceStrategy())
-    with pytest.raises(ConfigError, match=f"precision is {precision}.*expected 32-true, or"):
-        module.setup("fit")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"limit_train_batches": 7}, "leaves 7 micro-batches .* a step takes 2"),
+        ({"check_val_every_n_epoch": None, "val_check_interval": 3}, "val_check_interval 3 validates after every 3 "),
+    ],
+)
+def test_epochs_and_validations_that_end_inside_a_step_are_refused(llama_folder, options, message):
+    with pytest.raises(ConfigError, match=message):
+        make_job(llama_folder, accumulation=2).run(**options)
+
+
+def test_a_precision_that_would_not_be_trained_in_is_refused(llama_folder):
+    with pytest.raises(ConfigError, match="precision is bf16-mixed"):
+        make_job(llama_folder, precision="bf16-mixed").run()

@@ -1,0 +1,71 @@
+"""Trainers that would train something else than they seem to are refused, with what to set instead."""
+
+import lightning as L
+import pytest
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from test_distributed import SRUN_TASK, TORCHRUN
+
+from dflash_lightning.errors import ConfigError
+from dflash_lightning.strategy import DFlashDeepSpeedStrategy
+from dflash_lightning.trainer_checks import check_trainer
+
+
+def trainer(**options) -> L.Trainer:
+    return L.Trainer(**{"accelerator": "cpu", "logger": False, "enable_checkpointing": False, **options})
+
+
+def replaced(strategy) -> L.Trainer:
+    """A strategy that Lightning makes on GPUs only, in a trainer without one."""
+    made = trainer()
+    made._accelerator_connector.strategy = strategy
+    return made
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "bf16-mixed"}, "precision is bf16-mixed with SingleDeviceStrategy; expected 32-true, or"),
+        ({"precision": "64-true"}, "precision is 64-true"),
+        ({"precision": "16-mixed", "strategy": DFlashDeepSpeedStrategy()}, "precision is 16-mixed with DFlashDeep"),
+        ({"precision": "bf16-true", "strategy": DFlashDeepSpeedStrategy()}, "precision is bf16-true"),
+    ],
+)
+def test_a_precision_that_would_not_be_trained_in_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        check_trainer(trainer(**options))
+
+
+def test_lightnings_own_deepspeed_and_other_strategies_are_refused():
+    with pytest.raises(ConfigError, match=r"Lightning's own DeepSpeedStrategy.* Set trainer.strategy to \{class_"):
+        check_trainer(replaced(DeepSpeedStrategy(config={"zero_optimization": {"stage": 2}}, stage=3)))
+    with pytest.raises(ConfigError, match=r"trainer.strategy is FSDPStrategy; expected auto, ddp, or"):
+        check_trainer(replaced(FSDPStrategy()))
+
+
+@pytest.mark.parametrize("option", [{"offload_optimizer": True}, {"bucket_size": 1000}])
+def test_options_without_effect_at_stage_0_are_refused(option):
+    with pytest.raises(ConfigError, match="no effect at ZeRO stage 0"):
+        DFlashDeepSpeedStrategy(stage=0, **option)
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "message"),
+    [
+        (TORCHRUN, {"devices": 1}, "started 4 processes on 2 nodes, but trainer.devices is 1 and trainer.num_nodes 1"),
+        (TORCHRUN, {"devices": 4}, "Set trainer.devices to 2 and trainer.num_nodes to 2"),
+        (TORCHRUN, {"devices": 2, "num_nodes": 2}, None),
+        ({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1"}, {"devices": 2}, "started 1 processes"),
+        (SRUN_TASK, {"devices": 8}, "Set trainer.devices to 4 and trainer.num_nodes to 2"),
+        (SRUN_TASK, {"devices": 4, "num_nodes": 2}, None),
+        ({}, {"devices": 2}, None),  # Lightning starts the second
+    ],
+)
+def test_devices_and_nodes_are_those_of_the_launcher(monkeypatch, environment, options, message):
+    made = trainer(**options)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if message is None:
+        check_trainer(made)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            check_trainer(made)
