@@ -1,10 +1,11 @@
 """The loss: cross entropy of the supervised slots, weighted so that early slots count more.
 
-The whole [slots, vocabulary] matrix of logits never exists. The head is frozen, so the gradient of a slot's cross
-entropy with respect to its hidden state can be computed together with the value, chunk by chunk; backward only scales
-it. Weighting schemes then work on a [rows, blocks, slots] grid of plain numbers.
+The [slots, vocabulary] matrix of logits never exists. The head is frozen, so the gradient of a slot's cross entropy
+with respect to its hidden state can be computed together with the value, piece by piece; backward only scales it.
+Weighting schemes then work on a [rows, blocks, slots] grid of plain numbers.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,8 +15,8 @@ from torch import Tensor
 from dflash_lightning.blocks import Blocks
 from dflash_lightning.errors import ConfigError
 
-# Logits of a chunk take 4 bytes x chunk elements in float32.
-CHUNK_ELEMENTS = 1 << 23
+# Logits exist for so many slots and so many tokens of the vocabulary at a time: 6 bytes each in bfloat16 training.
+CHUNK_SLOTS, CHUNK_VOCABULARY = 2048, 4096
 DEFAULT_GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}
 
 
@@ -44,26 +45,23 @@ class LossSettings:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """Goes once through the vocabulary with a running maximum, as FlashAttention goes through its keys: each piece of
+    the head is read once, and its logits are used up while they are in the cache."""
+
     @staticmethod
     def forward(ctx, hidden: Tensor, head: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        rows = max(1, CHUNK_ELEMENTS // head.shape[0])
         # float32 at least: a float64 caller (the tests) keeps its precision.
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         entropy = torch.empty(len(labels), dtype=dtype, device=hidden.device)
         correct = torch.empty(len(labels), dtype=torch.bool, device=hidden.device)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        for start in range(0, len(labels), rows):
-            chunk = slice(start, start + rows)
-            label = labels[chunk, None]
-            logits = (hidden[chunk] @ head.T).to(dtype)
-            largest, best = logits.max(dim=-1, keepdim=True)
-            label_logit = logits.gather(1, label)
-            correct[chunk] = (best == label).squeeze(1)
-            exponentials = logits.sub_(largest).exp_()
-            total = exponentials.sum(dim=-1, keepdim=True)
-            entropy[chunk] = (largest + total.log() - label_logit).squeeze(1)
+        chunk_size = min(len(labels), CHUNK_SLOTS) * min(len(head), CHUNK_VOCABULARY)
+        buffers = hidden.new_empty(chunk_size), entropy.new_empty(chunk_size)
+        for start in range(0, len(labels), CHUNK_SLOTS):
+            chunk = slice(start, start + CHUNK_SLOTS)
+            scored = _score_chunk(hidden[chunk], head, labels[chunk, None], buffers, gradient is not None)
+            entropy[chunk], correct[chunk], expected = scored
             if gradient is not None:
-                expected = (exponentials.to(hidden.dtype) @ head).to(dtype) / total
                 gradient[chunk] = expected - head[labels[chunk]]
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(correct)
@@ -75,8 +73,56 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return gradient * entropy_gradient[:, None].to(gradient.dtype), None, None
 
 
+def _score_chunk(
+    hidden: Tensor, head: Tensor, labels: Tensor, buffers: tuple[Tensor, Tensor], with_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cross entropy [m], whether the most likely token is the label [m], and the expected head row [m, H], of m slots.
+
+    Args:
+        labels: [m, 1].
+        buffers: room for m x CHUNK_VOCABULARY logits, in hidden's dtype and in the result's.
+    """
+    narrow, wide = buffers
+    slots = len(hidden)
+    largest = wide.new_full((slots, 1), -math.inf)
+    total, label_logit = torch.zeros_like(largest), torch.zeros_like(largest)
+    best = torch.zeros_like(labels)
+    expected = wide.new_zeros(hidden.shape) if with_gradient else None
+    for first in range(0, len(head), CHUNK_VOCABULARY):
+        piece = head[first : first + CHUNK_VOCABULARY]
+        shape = slots, len(piece)
+        logits = torch.mm(hidden, piece.T, out=narrow[: slots * len(piece)].view(shape))
+        label = labels - first
+        found = logits.gather(1, label.clamp(0, len(piece) - 1)).to(total.dtype)
+        label_logit = torch.where((label >= 0) & (label < len(piece)), found, label_logit)
+        piece_largest, piece_best = _first_largest(logits)
+        best = torch.where(piece_largest > largest, piece_best + first, best)
+        now_largest = torch.maximum(largest, piece_largest)
+        shrink = (largest - now_largest).exp_()
+        exponentials = wide[: slots * len(piece)].view(shape).copy_(logits).sub_(now_largest).exp_()
+        total.mul_(shrink).add_(exponentials.sum(dim=-1, keepdim=True))
+        if expected is not None:
+            expected.mul_(shrink).add_(logits.copy_(exponentials) @ piece)
+        largest = now_largest
+    entropy = (largest + total.log() - label_logit).squeeze(1)
+    return entropy, (best == labels).squeeze(1), None if expected is None else expected.div_(total)
+
+
+def _first_largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Maximum of each row and its first index, [m, 1]. A reduction that keeps indices is several times slower than one
+    that doesn't, so it is made in the best of up to 64 groups only."""
+    groups = math.gcd(logits.shape[1], 64)
+    grouped = logits.unflatten(1, (groups, -1))
+    largest, group = grouped.amax(dim=-1).max(dim=-1, keepdim=True)
+    inside = grouped.take_along_dim(group[..., None], dim=1).squeeze(1).argmax(dim=-1, keepdim=True)
+    return largest, group * grouped.shape[-1] + inside
+
+
 def linear_cross_entropy(hidden: Tensor, head: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Cross entropy of each row under a frozen head, without ever holding all logits.
+
+    torch's own ``linear_cross_entropy`` (2.13) also works in chunks, but doesn't tell whether the label came first, and
+    casts the head to float32 on CPU: docs/training.md has the figures.
 
     Args:
         hidden: [M, H]; the gradient flows here only.

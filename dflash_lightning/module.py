@@ -69,6 +69,35 @@ def context_features(batch: ContextBatch) -> Tensor:
     return batch["features"]
 
 
+def score_batch(
+    drafter: Drafter, batch: ContextBatch, embedding_table: Tensor, head: Tensor
+) -> tuple[SlotResults, Blocks]:
+    """The training forward: lay the blocks, run the drafter, score its slots. Computes in the tables' dtype.
+
+    Args:
+        embedding_table, head: [V, H] the target's, frozen.
+    """
+    blocks = build_blocks(
+        input_ids=batch["input_ids"],
+        loss_mask=batch["loss_mask"],
+        document_ids=batch["document_ids"],
+        anchors=batch["anchors"],
+        valid=batch["valid"],
+        block_size=drafter.config.block_size,
+        mask_token_id=drafter.config.mask_token_id,
+    )
+    context = drafter.context_key_values(
+        context_features(batch).to(embedding_table.dtype), positions_in_document(batch["document_ids"])
+    )
+    hidden = drafter(
+        embedding(blocks.input_ids.flatten(1), embedding_table),
+        blocks.positions.flatten(1),
+        context,
+        attention_mask(blocks.layout),
+    )
+    return score_slots(hidden, head, blocks), blocks
+
+
 @dataclass(frozen=True)
 class OptimizerSettings:
     """AdamW with linear warm-up and cosine decay over the trainer's ``max_steps`` (paper appendix A.1)."""
@@ -161,25 +190,7 @@ class DFlashModule(L.LightningModule):
         check_steps_are_whole(self.trainer)
 
     def _score(self, batch: ContextBatch) -> tuple[SlotResults, Blocks]:
-        blocks = build_blocks(
-            input_ids=batch["input_ids"],
-            loss_mask=batch["loss_mask"],
-            document_ids=batch["document_ids"],
-            anchors=batch["anchors"],
-            valid=batch["valid"],
-            block_size=self.drafter_config.block_size,
-            mask_token_id=self.drafter_config.mask_token_id,
-        )
-        context = self.drafter.context_key_values(
-            context_features(batch).to(self.compute_dtype), positions_in_document(batch["document_ids"])
-        )
-        hidden = self.drafter(
-            embedding(blocks.input_ids.flatten(1), self._frozen["embedding"]),
-            blocks.positions.flatten(1),
-            context,
-            attention_mask(blocks.layout),
-        )
-        return score_slots(hidden, self._frozen["head"], blocks), blocks
+        return score_batch(self.drafter, batch, self._frozen["embedding"], self._frozen["head"])
 
     def training_step(self, batch: ContextBatch, _batch_index: int) -> dict[str, Tensor]:
         results, blocks = self._score(batch)

@@ -21,10 +21,11 @@ from dflash_lightning.metrics import BlockMetrics
 from dflash_lightning.visibility import attention_mask
 
 
-@pytest.mark.parametrize("chunk_elements", [1, 37, 3 * 37, 5 * 37 + 2, 1 << 23])
+@pytest.mark.parametrize("chunk", [(1, 1), (3, 37), (5, 8), (64, 7), (2048, 4096)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_chunked_cross_entropy_equals_naive_in_float64(monkeypatch, chunk_elements, dtype, tolerance):
-    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", chunk_elements)
+def test_chunked_cross_entropy_equals_naive_in_float64(monkeypatch, chunk, dtype, tolerance):
+    for name, value in zip(("CHUNK_SLOTS", "CHUNK_VOCABULARY"), chunk, strict=True):
+        monkeypatch.setattr(losses, name, value)
     generator = torch.Generator().manual_seed(0)
     # Large logits, where a naive softmax in float32 would overflow.
     hidden = 10 * torch.randn(13, 8, generator=generator, dtype=torch.float64)
@@ -45,6 +46,16 @@ def test_chunked_cross_entropy_equals_naive_in_float64(monkeypatch, chunk_elemen
     torch.testing.assert_close(entropy.double(), torch.stack(entropies), rtol=tolerance, atol=tolerance * scale)
     torch.testing.assert_close(tested.grad.double(), naive_hidden.grad, rtol=tolerance, atol=tolerance * scale)
     assert correct.tolist() == [int(row.argmax()) == int(label) for row, label in zip(logits, labels, strict=True)]
+
+
+@pytest.mark.parametrize("chunk_vocabulary", [8, 12, 4096])
+def test_of_equally_likely_tokens_the_first_counts_as_the_most_likely(monkeypatch, chunk_vocabulary):
+    monkeypatch.setattr(losses, "CHUNK_VOCABULARY", chunk_vocabulary)
+    head = torch.randn(20, 8, generator=torch.Generator().manual_seed(2))
+    head[[5, 6, 13, 17]] = 3 * head[5]
+    hidden = head[5].expand(4, 8)
+    _, correct = linear_cross_entropy(hidden, head, torch.tensor([5, 6, 13, 17]))
+    assert correct.tolist() == [True, False, False, False]
 
 
 def test_bfloat16_cross_entropy_is_computed_in_float32():

@@ -1,0 +1,88 @@
+"""The training step against a straightforward PyTorch step, and the memory of its loss."""
+
+import json
+import re
+from argparse import Namespace
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+from test_benchmarks import BENCHMARKS, benchmark
+
+from dflash_lightning import losses
+from dflash_lightning.losses import linear_cross_entropy
+
+MB = 1e6
+
+
+@pytest.fixture
+def step_cases(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import step_cases
+
+    return step_cases
+
+
+def test_ours_and_a_straightforward_implementation_give_the_same_gradient(step_cases, tmp_path):
+    shape = step_cases.SHAPES["tiny"]
+    cache = step_cases.write_random_cache(tmp_path / "cache", shape)
+    options = Namespace(dtype="float32", device="cpu", clock="wall")
+    ours, reference = (step_cases.make_training(case, shape, cache, options) for case in ("ours", "reference"))
+    with torch.no_grad():  # weights large enough for logits and attention that aren't all alike
+        for weights in zip(ours.drafter.parameters(), reference.drafter.parameters(), strict=True):
+            for weight in weights:
+                weight.mul_(5 if weight.dim() > 1 else 1)
+        ours.table.mul_(50)
+        reference.table.mul_(50)
+    for first in (0, 4):
+        indices = list(range(first, first + shape.rows))
+        labels = [training.add_gradient(indices, step_cases.Seconds()) for training in (ours, reference)]
+        assert labels[0] == labels[1] > shape.rows * shape.anchors
+        expected = dict(reference.drafter.named_parameters())
+        for name, parameter in ours.drafter.named_parameters():
+            difference = (parameter.grad - expected[name].grad).norm()
+            assert difference < 1e-5 * expected[name].grad.norm(), name
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs_and_names_what_it_measured(tmp_path):
+    output = tmp_path / "results"
+    benchmark(
+        "train_step.py", "compare", "--size", "tiny", "--steps", 2, "--cases", "ours", "reference", "--output", output
+    )
+    results = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [result["case"] for result in results] == ["ours", "reference"]
+    for result in results:
+        assert 0 < result["data_wait_share"] < 1
+        assert 0 < result["share_of_floor"] < 1
+        assert result["peak_memory_mb"] > 0
+        assert result["gradient_seconds"] + result["optimizer_seconds"] < 1.1 * result["step_seconds"]
+
+
+def resident(name: str) -> int:
+    return 1024 * int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+
+
+def rise_of_peak_memory(slots: int, chunk_slots: int) -> float:
+    """MB above inputs and outputs; to be called in a fresh process."""
+    losses.CHUNK_SLOTS = chunk_slots
+    hidden = torch.randn(slots, 16).bfloat16().requires_grad_()
+    head, labels = torch.randn(151_936, 16).bfloat16(), torch.arange(slots)
+    linear_cross_entropy(hidden[:2].detach(), head, labels[:2])  # what the first call of a matmul sets up
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident("VmRSS")
+    entropy, _ = linear_cross_entropy(hidden, head, labels)
+    entropy.sum().backward()
+    return (resident("VmHWM") - before) / MB
+
+
+@pytest.mark.slow
+def test_peak_memory_of_the_loss_grows_with_the_chunk_and_not_with_the_slots():
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        few, many, half = pool.map(rise_of_peak_memory, (2048, 8192, 2048), (2048, 2048, 1024))
+    chunk = 2048 * losses.CHUNK_VOCABULARY * (2 + 4) / MB  # 50 MB; the whole logits would be 2,490 in bfloat16
+    assert 0.9 * chunk < many < 1.3 * chunk
+    assert many < few + 5
+    assert half < few - 0.4 * chunk
