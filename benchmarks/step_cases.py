@@ -179,7 +179,7 @@ class OurTraining(Training):
 
     def add_gradient(self, indices: list[int], seconds: Seconds) -> int:
         start = self.clock()
-        plan = MicroBatch(tuple(indices), 0, self.shape.rows * self.shape.anchors)
+        plan = MicroBatch(tuple(indices), tuple(indices), 0, self.shape.rows * self.shape.anchors)
         batch = {name: tensor.to(self.device) for name, tensor in self.dataset[plan].items()}
         seconds.data += self.since(start)
         start = self.clock()
