@@ -233,6 +233,8 @@ class FeatureCacheDataModule(L.LightningDataModule):
             sampler=sampler,
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
+            # Of its own, though nothing draws from it: from the process's, every start of an epoch would take a number.
+            generator=torch.Generator(),
             **workers,
         )
 

@@ -18,6 +18,7 @@ from dflash_lightning.checkpoints import CHECKPOINT_KEY
 from dflash_lightning.config import DrafterConfig, DrafterSettings
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import ConfigError
+from dflash_lightning.exact_resume import ExactResume
 from dflash_lightning.export.format import TokenIds
 from dflash_lightning.export.loading import check_mask_token
 from dflash_lightning.losses import LossSettings, SlotResults, score_slots, weighted_loss
@@ -223,7 +224,7 @@ class DFlashModule(L.LightningModule):
         metrics.reset()
 
     def configure_callbacks(self) -> list[Callback]:
-        return [self.step_guard]
+        return [self.step_guard, ExactResume()]
 
     def lr_scheduler_step(self, scheduler: LambdaLR, metric: None) -> None:
         """Leave the learning rate where it is after a step that was left out."""

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -10,22 +11,28 @@ import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from dflash_lightning import universal
+from dflash_lightning.checkpoints import open_checkpoint, optimizer_shards
 from dflash_lightning.durable import sync_folder, sync_tree
 from dflash_lightning.errors import CheckpointError, ConfigError
 from dflash_lightning.resume import PARTIAL, REPLACED, take_back
 
 DEFAULT_BUCKET_SIZE = 200_000_000
+# ZeRO stages that write the same files.
+LAYOUTS = {0: "whole", 1: "sharded optimizer", 2: "sharded optimizer", 3: "sharded weights"}
 
 
 class DFlashDeepSpeedStrategy(DeepSpeedStrategy):
-    """Lightning's DeepSpeed strategy with four differences.
+    """Lightning's DeepSpeed strategy with five differences.
 
     - It runs on CPU (gloo), for tests and for machines without a GPU.
     - A micro-batch's loss is divided by the accumulation steps once. Lightning divides before DeepSpeed divides again,
       which leaves Adam almost unmoved but makes the reported gradient norm and the clipping wrong.
     - A checkpoint gets its name when it is whole. DeepSpeed writes many files, one after the other, over older ones.
+    - A checkpoint is loaded by any number of ranks, not only by as many as wrote it.
     - Its signature holds what a drafter needs, so that a saved configuration can be read.
 
     The drafter is small: ZeRO-2 shards gradients and optimizer state and keeps the weights whole, so that a
@@ -122,11 +129,49 @@ class DFlashDeepSpeedStrategy(DeepSpeedStrategy):
         self.barrier()
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint; take the older one back first if a kill fell between the two renames."""
+        """Load a checkpoint of any number of ranks; take an older one back if a kill fell between the two renames.
+
+        Raises:
+            CheckpointError: it is incomplete, of another layout, or can't be cut anew.
+        """
+        path = Path(checkpoint_path)
         if self.is_global_zero:
-            take_back(Path(checkpoint_path))
+            take_back(path)
         self.barrier()
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        self._check_layout(path)
+        written_by = len(optimizer_shards(path))
+        if written_by in (0, self.world_size):  # none under stage 0, which shards nothing
+            return super().load_checkpoint(path, weights_only)
+        rank_zero_info(f"{path} was written by {written_by} ranks; cutting it anew for {self.world_size}")
+        recut = path.with_name(path.name + universal.SUFFIX)
+        self._on_first_rank(lambda: universal.write_universal(path, recut))
+        self.deepspeed_engine._config.load_universal_checkpoint = True
+        state = super().load_checkpoint(recut, weights_only)
+        self.deepspeed_engine._config.load_universal_checkpoint = False
+        self._on_first_rank(lambda: shutil.rmtree(recut))
+        return state
+
+    def _check_layout(self, path: Path) -> None:
+        """Refuse a ZeRO stage whose files DeepSpeed would take for none at all, and start with an empty optimizer."""
+        written = open_checkpoint(path)["ds_config"]["zero_optimization"]["stage"]
+        running = self.deepspeed_engine.zero_optimization_stage()
+        if LAYOUTS[written] != LAYOUTS[running]:
+            raise CheckpointError(
+                f"{path} was written under ZeRO stage {written}, whose files stage {running} can't read. Set the "
+                f"strategy's stage to {written}."
+            )
+
+    def _on_first_rank(self, action: Callable[[], None]) -> None:
+        """Let rank 0 act while the others wait; its CheckpointError is everybody's."""
+        failure = None
+        if self.is_global_zero:
+            try:
+                action()
+            except CheckpointError as error:
+                failure = error
+        failure = self.broadcast(failure)
+        if failure is not None:
+            raise failure
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return super().backward(closure_loss, *args, scale_wrt_gas=False, **kwargs)
