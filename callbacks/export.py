@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import lightning as L
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
 from dflash_lightning.errors import ConfigError
@@ -30,15 +30,20 @@ class ExportDrafter(Callback):
         self._names = [form.name for form in parse_formats(formats)]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        if trainer.checkpoint_callback is None:
+        if _best(trainer) is None:
             raise ConfigError("ExportDrafter exports the best checkpoint; add a ModelCheckpoint to the callbacks.")
         if trainer.is_global_zero:
             for name in self._names:
                 check_free(self.dirpath / name)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        best = trainer.checkpoint_callback.best_model_path
+        best = _best(trainer).best_model_path
         if not best:
             rank_zero_warn("ExportDrafter: no checkpoint was saved, so nothing is exported.")
         elif trainer.is_global_zero:
             export(Path(best), self.dirpath, self.formats)
+
+
+def _best(trainer: L.Trainer) -> ModelCheckpoint | None:
+    """The first ModelCheckpoint of the trainer."""
+    return next((saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)), None)

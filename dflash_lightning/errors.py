@@ -33,5 +33,9 @@ class TrainingError(DFlashError):
     """Training can't go on with the numbers that it computes."""
 
 
+class LostRankError(DFlashError):
+    """Another process of the run ended, or its machine can't be reached any more."""
+
+
 class ExportError(DFlashError):
     """A drafter folder can't be written or read."""

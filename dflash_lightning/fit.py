@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from torch import distributed
 
 from datamodules import FeatureCacheDataModule
-from dflash_lightning.errors import ConfigError, DFlashError
+from dflash_lightning.errors import ConfigError, DFlashError, LostRankError
 from dflash_lightning.module import DFlashModule
 from dflash_lightning.resume import OneStart, choose_start
 from dflash_lightning.trainer_checks import check_trainer
@@ -74,9 +75,21 @@ def fit(arguments: Sequence[str]) -> FitCLI:
         if mistake := _users_mistake(error):
             raise mistake from None
         raise
+    except RuntimeError as error:
+        if not _lost_a_rank(error):
+            raise
+        raise LostRankError(
+            f"rank {distributed.get_rank()} lost another process of the run: {error}\nIts own log says why it ended; "
+            "without a log its machine or network failed. Start all processes again with --resume auto."
+        ) from error
     except SIGTERMException as stop:
         # Lightning would exit with 0, as if training had finished.
         raise SystemExit(128 + signal.SIGTERM) from stop
+
+
+def _lost_a_rank(error: RuntimeError) -> bool:
+    """Whether a collective failed. NCCL's own errors have a type; gloo's only name the file that they come from."""
+    return isinstance(error, distributed.DistError) or "gloo/transport" in str(error)
 
 
 def _users_mistake(error: BaseException) -> DFlashError | None:

@@ -7,12 +7,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+import lightning as L
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from dflash_lightning import universal
 from dflash_lightning.checkpoints import open_checkpoint, optimizer_shards
@@ -31,6 +33,7 @@ class DFlashDeepSpeedStrategy(DeepSpeedStrategy):
     - It runs on CPU (gloo), for tests and for machines without a GPU.
     - A micro-batch's loss is divided by the accumulation steps once. Lightning divides before DeepSpeed divides again,
       which leaves Adam almost unmoved but makes the reported gradient norm and the clipping wrong.
+    - A rank that waits for a lost one gives up after `timeout_minutes`, in every group of processes.
     - A checkpoint gets its name when it is whole. DeepSpeed writes many files, one after the other, over older ones.
     - A checkpoint is loaded by any number of ranks, not only by as many as wrote it.
     - Its signature holds what a drafter needs, so that a saved configuration can be read.
@@ -92,6 +95,12 @@ class DFlashDeepSpeedStrategy(DeepSpeedStrategy):
         reset_seed()
         self.set_world_ranks()
         self._init_deepspeed_distributed()
+
+    def setup(self, trainer: L.Trainer) -> None:
+        super().setup(trainer)
+        # DeepSpeed makes groups of its own and gives them torch's default timeout, not ours.
+        for group in distributed_c10d._world.pg_map:
+            distributed_c10d._set_pg_timeout(self._timeout, group)
 
     @property
     def root_device(self) -> torch.device:
