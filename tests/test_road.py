@@ -3,14 +3,14 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from helpers import MASK_TOKEN_ID, load_tiny
+from fit_helpers import checkpoints, fit_config, wait_for
+from helpers import load_tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dflash_lightning.cache import FeatureCache
@@ -31,68 +31,17 @@ def write_jsonl(path: Path, rows) -> Path:
     return path
 
 
-def fit_config(target: Path, cache: Path, prompts: Path, folder: Path) -> dict:
-    return {
-        "seed_everything": 0,
-        "model": {
-            "target": str(target),
-            "drafter": {
-                "num_layers": 1,
-                "block_size": 4,
-                "target_layer_ids": [1, 3],
-                "mask_token_id": MASK_TOKEN_ID,
-            },
-            "optimizer": {"lr": 0.01},
-        },
-        "data": {"cache": str(cache), "batch_tokens": 360, "num_anchors": 8, "validation_fraction": 0.2},
-        "trainer": {
-            "accelerator": "cpu",
-            "devices": 1,
-            "strategy": {"class_path": "dflash_lightning.strategy.DFlashDeepSpeedStrategy"},
-            "precision": "bf16-mixed",
-            "max_steps": 12,
-            "gradient_clip_val": 1.0,
-            "val_check_interval": 3,  # an epoch has 5 batches: checkpoints fall into its middle
-            "check_val_every_n_epoch": None,
-            "num_sanity_val_steps": 0,
-            "log_every_n_steps": 2,
-            "use_distributed_sampler": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "default_root_dir": str(folder),
-            "logger": {
-                "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
-                "init_args": {"save_dir": str(folder), "name": "logs", "version": ""},
-            },
-            "callbacks": [
-                {
-                    "class_path": "callbacks.DecodedAcceptance",
-                    "init_args": {"prompts": str(prompts), "limit": 4, "max_new_tokens": 12},
-                },
-                {"class_path": "callbacks.Throughput"},
-                {
-                    "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-                    "init_args": {
-                        "dirpath": str(folder / "checkpoints"),
-                        "filename": "best",
-                        "monitor": "decode/tau",
-                        "mode": "max",
-                        "save_on_train_epoch_end": False,
-                    },
-                },
-                {
-                    "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-                    "init_args": {
-                        "dirpath": str(folder / "checkpoints"),
-                        "filename": "last",
-                        "enable_version_counter": False,
-                        "save_on_train_epoch_end": False,
-                    },
-                },
-                {"class_path": "callbacks.ExportDrafter", "init_args": {"dirpath": str(folder / "at_end")}},
-            ],
-        },
-    }
+def road_config(target: Path, cache: Path, prompts: Path, folder: Path) -> dict:
+    """A run with all callbacks."""
+    decoding = {"prompts": str(prompts), "limit": 4, "max_new_tokens": 12}
+    callbacks = [
+        {"class_path": "callbacks.DecodedAcceptance", "init_args": decoding},
+        {"class_path": "callbacks.Throughput"},
+        checkpoints(folder, "best", monitor="decode/tau", mode="max"),
+        checkpoints(folder, "last"),
+        {"class_path": "callbacks.ExportDrafter", "init_args": {"dirpath": str(folder / "at_end")}},
+    ]
+    return fit_config(target, cache, folder, callbacks)
 
 
 CAPTURE = ["--target-layer-ids", "[1, 3]", "--batch-tokens", "200", "--shard-tokens", "300", "--num-threads", "1"]
@@ -113,7 +62,7 @@ def road(tmp_path_factory, llama_folder):
     )
     run(capture_arguments(folder / "data", llama_folder, folder / "cache"))
     config = folder / "fit.yaml"
-    config.write_text(yaml.safe_dump(fit_config(llama_folder, folder / "cache", prompts, folder)))
+    config.write_text(yaml.safe_dump(road_config(llama_folder, folder / "cache", prompts, folder)))
     # A process of its own: DeepSpeed leaves its groups and its environment behind.
     subprocess.run([sys.executable, "-m", "dflash_lightning", "fit", "--config", str(config)], check=True)
     return folder
@@ -186,10 +135,7 @@ def test_an_interrupted_training_goes_on_from_its_last_checkpoint(road, tmp_path
     fit = [sys.executable, "-m", "dflash_lightning", "fit", "--config", str(config_file)]
     process = subprocess.Popen(fit)
     reports_file, last = tmp_path / "logs" / "decoding.jsonl", tmp_path / "checkpoints" / "last.ckpt"
-    deadline = time.monotonic() + 120
-    while not last.exists():
-        assert time.monotonic() < deadline, "no checkpoint was saved"
-        time.sleep(0.01)
+    wait_for(last.exists)
     process.kill()
     process.wait()
     subprocess.run([*fit, "--resume", "auto"], check=True)
@@ -201,7 +147,7 @@ def test_an_interrupted_training_goes_on_from_its_last_checkpoint(road, tmp_path
 
 @pytest.mark.slow
 def test_two_ranks_decode_their_share_of_the_prompts(road, llama_folder, tmp_path):
-    config = fit_config(llama_folder, road / "cache", road / "prompts.jsonl", tmp_path)
+    config = road_config(llama_folder, road / "cache", road / "prompts.jsonl", tmp_path)
     config["trainer"] |= {"devices": 2, "max_steps": 4, "val_check_interval": 2, "precision": "32-true"}
     config["data"]["batch_tokens"] = 180
     file = tmp_path / "fit.yaml"
@@ -216,7 +162,7 @@ def test_two_ranks_decode_their_share_of_the_prompts(road, llama_folder, tmp_pat
 @pytest.mark.slow
 def test_settings_refused_in_a_constructor_and_an_empty_validation_split_are_one_message(road, llama_folder, tmp_path):
     file = tmp_path / "fit.yaml"
-    file.write_text(yaml.safe_dump(fit_config(llama_folder, road / "cache", road / "prompts.jsonl", tmp_path)))
+    file.write_text(yaml.safe_dump(road_config(llama_folder, road / "cache", road / "prompts.jsonl", tmp_path)))
     fit = [sys.executable, "-m", "dflash_lightning", "fit", "--config", str(file)]
     for wrong, message in (
         (["--model.drafter.block_size", "65"], "block_size is 65"),
@@ -245,7 +191,7 @@ def test_cached_features_are_hidden_states_of_single_unpadded_forwards(road, lla
 
 @pytest.mark.slow
 def test_a_cache_of_another_target_or_other_layers_is_refused(road, qwen3_folder, llama_folder, tmp_path):
-    config = fit_config(llama_folder, road / "cache", road / "prompts.jsonl", tmp_path)
+    config = road_config(llama_folder, road / "cache", road / "prompts.jsonl", tmp_path)
     config["model"]["drafter"]["target_layer_ids"] = [1, 2]
     file = tmp_path / "fit.yaml"
     file.write_text(yaml.safe_dump(config))
