@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from prepare_helpers import PROMPTS, write_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -119,3 +120,8 @@ def process_group(_one_group):
     yield
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "DS_ACCELERATOR"):
         os.environ.pop(name, None)
+
+
+@pytest.fixture
+def prompts_file(tmp_path) -> Path:
+    return write_rows(tmp_path / "prompts.jsonl", [{"prompt": p, "family": p[0]} for p in PROMPTS])

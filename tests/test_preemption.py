@@ -76,10 +76,10 @@ def assert_same_weights(folder: Path, other: Path) -> None:
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(llama_folder, cache, tmp_path):
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    launch += ["-m", "dflash_lightning", "fit", "--trainer.devices", "2", "--resume", "auto", "--config"]
-    subprocess.run([*launch, str(write_config(llama_folder, cache, undisturbed))], check=True, timeout=300)
+    launch += ["-m", "dflash_lightning", "fit", "--resume", "auto", "--config"]
+    subprocess.run([*launch, str(write_config(llama_folder, cache, undisturbed, devices=2))], check=True, timeout=300)
 
-    command = [*launch, str(write_config(llama_folder, cache, disturbed))]
+    command = [*launch, str(write_config(llama_folder, cache, disturbed, devices=2))]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     wait_for((disturbed / "checkpoints" / "last.ckpt").exists)
     worker = psutil.Process(process.pid).children()[1]
