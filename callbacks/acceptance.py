@@ -1,61 +1,126 @@
 """Real speculative decoding of held-out prompts while training: the number that a server will see."""
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
 
+from callbacks.frozen_target import FrozenTarget, Residence
+from callbacks.time_budget import TimeBudget
+from dflash_lightning.distributed import gather_when_all_are_done
 from dflash_lightning.errors import ConfigError
-from dflash_lightning.evaluation import decode_plainly, evaluate_prompt, load_prompts, summarize
+from dflash_lightning.evaluation import PromptResult, decode_plainly, evaluate_prompt, load_prompts, summarize
+from dflash_lightning.gathering import gather_drafter
 from dflash_lightning.module import DFlashModule
-from dflash_lightning.target import load_target, load_tokenizer, stop_token_ids
+from dflash_lightning.target import load_generation_config, load_tokenizer, stop_token_ids
 
 LOGGED = ("tau", "tau_low", "tau_high", "teacher_forced_tau", "tokens_per_second", "speedup")
 
 
 class DecodedAcceptance(Callback):
-    """Decodes prompts with the drafter in training: before the first step, and at every validation.
+    """Decodes prompts with the drafter in training: before the first step, and at validations.
 
     Logs ``decode/tau`` (committed tokens / verify rounds, bonus included) with its 95 % interval,
     ``decode/teacher_forced_tau`` on the same texts, speed against plain decoding, and how many texts equal plain
     greedy decoding, differ at a tie, or differ. Full reports go to ``decoding.jsonl`` in the run's log folder.
 
-    Prompts are dealt over ranks; the only collective is the one that collects the results.
+    Prompts are dealt over ranks. While they decode no rank waits for another one; at the end all results are gathered
+    once. With the weights sharded by ZeRO-3, each rank first gets a whole copy of the drafter, for as long as it
+    decodes. What training does next isn't changed: not its random numbers, nor anything else.
+
+    A decoding that would take more than ``max_time_share`` of the wall time since the start of `fit` (loading and plain
+    decoding included, which is done once) is left out, with a warning; ``decode/left_out`` counts them, and
+    ``decode/time_share`` is the share so far. Where nothing was decoded ``decode/tau`` is NaN for `ModelCheckpoint`,
+    which then keeps the best that it has.
     """
 
-    def __init__(self, prompts: str, limit: int | None = 12, max_new_tokens: int = 128, thinking: bool | None = None):
+    def __init__(
+        self,
+        prompts: str,
+        limit: int | None = 12,
+        max_new_tokens: int = 128,
+        thinking: bool | None = None,
+        every_n_steps: int = 1,
+        max_time_share: float = 1.0,
+        target_on: Residence = "device",
+        max_memory: dict[int | str, str] | None = None,
+    ):
         """
         Args:
             prompts: JSONL file of prompts that aren't trained on.
             limit: decode only its first prompts.
             max_new_tokens: length limit of each text.
             thinking: the chat template's thinking switch; as in prepare.
+            every_n_steps: decode at the first validation after so many optimizer steps since the last decoding; 1: at
+                every validation.
+            max_time_share: greatest share of wall time that decoding may take, above 0 to 1.
+            target_on: where the target lies while the drafter trains. device: each rank's. host: each rank's process,
+                copied to the device for each decoding. device_map: spread over GPUs, memory and disk of each node; one
+                rank a node decodes then.
+            max_memory: what a device map may use at most, by device: {0: "20GiB", "cpu": "100GiB"}.
         """
-        if max_new_tokens < 2:
-            raise ConfigError(f"max_new_tokens of DecodedAcceptance is {max_new_tokens}; a round needs at least 2.")
+        least = {"max_new_tokens": (max_new_tokens, 2), "limit": (limit, 1), "every_n_steps": (every_n_steps, 1)}
+        for name, (value, minimum) in least.items():
+            if value is not None and value < minimum:
+                raise ConfigError(f"{name} of DecodedAcceptance is {value}; expected at least {minimum}.")
+        if not 0 < max_time_share <= 1:
+            raise ConfigError(f"max_time_share of DecodedAcceptance is {max_time_share}; expected above 0, up to 1.")
+        if max_memory and target_on != "device_map":
+            raise ConfigError("max_memory of DecodedAcceptance limits a device map; set target_on to device_map too.")
         self.prompts_path, self.limit = prompts, limit
         self.max_new_tokens, self.thinking = max_new_tokens, thinking
+        self.every_n_steps, self.max_time_share = every_n_steps, max_time_share
+        self.target_on, self.max_memory = target_on, max_memory
+        self._last_step, self._left_out = -every_n_steps, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_step": self._last_step, "left_out": self._left_out}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._last_step, self._left_out = state_dict["last_step"], state_dict["left_out"]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:
-        if getattr(trainer.strategy, "zero_stage_3", False):
-            raise ConfigError(
-                "DecodedAcceptance can't decode with the sharded weights of ZeRO stage 3; use stage 2 (a drafter is "
-                "small), or leave the callback out."
-            )
-        tokenizer = load_tokenizer(pl_module.target_name)
+        self._budget = TimeBudget(self.max_time_share)
+        name, tokenizer = pl_module.target_name, load_tokenizer(pl_module.target_name)
         prompts = load_prompts(self.prompts_path, tokenizer, limit=self.limit, thinking=self.thinking)
-        self.target = load_target(pl_module.target_name, dtype=pl_module.compute_dtype, device=pl_module.device)
+        if not prompts:
+            raise ConfigError(f"{self.prompts_path} holds no prompt for DecodedAcceptance to decode.")
         self.limits = {
             "max_new_tokens": self.max_new_tokens,
-            "stop_ids": stop_token_ids(self.target, tokenizer),
+            "stop_ids": stop_token_ids(load_generation_config(name), tokenizer),
         }
-        self.prompts = prompts[trainer.global_rank :: trainer.world_size]
-        self.plain = decode_plainly(self.target, self.prompts, **self.limits)
+        self._group = None
+        if trainer.world_size > 1:
+            self._timeout = trainer.strategy._timeout
+            self._group = torch.distributed.new_group(backend="gloo", timeout=self._timeout)
+        number, count = trainer.global_rank, trainer.world_size
+        if self.target_on == "device_map":  # the first rank of each node decodes
+            number, count = trainer.node_rank, trainer.num_nodes
+        # Prompts of this rank by their place in the file, so that the report doesn't depend on who decoded which.
+        self.prompts = dict(list(enumerate(prompts))[number::count])
+        if self.target_on == "device_map" and trainer.local_rank > 0:
+            self.prompts = {}
+        if self.prompts:
+            with self._budget.spend(), isolate_rng():
+                self.target = FrozenTarget(
+                    name,
+                    dtype=pl_module.compute_dtype,
+                    device=pl_module.device,
+                    residence=self.target_on,
+                    max_memory=self.max_memory,
+                )
+                with self.target.at_hand() as target:
+                    self.plain = decode_plainly(target, self.prompts.values(), **self.limits)
+        self._everybodys({}, "plain decoding")
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:  # noqa: ARG002
-        del self.target, self.plain
+        self.target = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:
         if sum(trainer.num_val_batches) == 0:
@@ -69,21 +134,38 @@ class DecodedAcceptance(Callback):
                 logger.log_metrics(values, step=0)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:
-        if not trainer.sanity_checking:
-            # Every rank has the same values; sync_dist only tells Lightning so.
-            pl_module.log_dict(self._decode(trainer, pl_module), sync_dist=True)
+        if trainer.sanity_checking:
+            return
+        if trainer.global_step - self._last_step >= self.every_n_steps and self._has_time(trainer):
+            values = self._decode(trainer, pl_module)
+        else:
+            # Set here and not logged: the loggers would draw it.
+            trainer.callback_metrics["decode/tau"] = torch.tensor(math.nan)
+            values = self._time()
+        # Every rank has the same values, but for its clock.
+        pl_module.log_dict(values, sync_dist=True)
+
+    def _has_time(self, trainer: L.Trainer) -> bool:
+        """Whether the budget allows another decoding, as rank 0's clock says."""
+        share = trainer.strategy.broadcast(self._budget.share_after_another)
+        if share <= self.max_time_share:
+            return True
+        self._left_out += 1
+        rank_zero_warn(
+            f"decoding at step {trainer.global_step} is left out: with it {share:.1%} of the wall time would have gone "
+            f"into decoding, and max_time_share is {self.max_time_share:.1%}. Left out so far: {self._left_out}."
+        )
+        return False
+
+    def _time(self) -> dict[str, float]:
+        return {"decode/time_share": self._budget.share, "decode/left_out": float(self._left_out)}
 
     def _decode(self, trainer: L.Trainer, pl_module: DFlashModule) -> dict[str, float]:
-        mine = [
-            evaluate_prompt(self.target, pl_module.drafter, prompt, plain, **self.limits)
-            for prompt, plain in zip(self.prompts, self.plain, strict=True)
-        ]
-        gathered = [mine]
-        if trainer.world_size > 1:
-            gathered = [None] * trainer.world_size
-            torch.distributed.all_gather_object(gathered, mine)
-        report = summarize([result for part in gathered for result in part], pl_module.drafter_config.block_size)
-        report = {"step": trainer.global_step, **report}
+        with self._budget.spend():
+            results = self._results(trainer, pl_module)
+        self._last_step = trainer.global_step
+        report = summarize(results, pl_module.drafter_config.block_size)
+        report = {"step": trainer.global_step, **report, "time_share": self._budget.share}
         # Asked on every rank: Lightning broadcasts it from the first.
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         if trainer.is_global_zero:
@@ -95,4 +177,25 @@ class DecodedAcceptance(Callback):
         values["decode/identical"] = lossless["identical"]
         values["decode/ties"] = lossless["ties"]
         values["decode/differences"] = lossless["prompts"] - lossless["identical"] - lossless["ties"]
-        return {name: float(value) for name, value in values.items()}
+        return {name: float(value) for name, value in values.items()} | self._time()
+
+    def _results(self, trainer: L.Trainer, pl_module: DFlashModule) -> list[PromptResult]:
+        """Results of all prompts, on every rank."""
+        drafter, mine = gather_drafter(pl_module.drafter), {}
+        if self.prompts:
+            training = drafter.training
+            drafter.eval()
+            with isolate_rng(), self.target.at_hand() as target:
+                for (number, prompt), plain in zip(self.prompts.items(), self.plain, strict=True):
+                    mine[number] = evaluate_prompt(target, drafter, prompt, plain, **self.limits)
+            drafter.train(training)
+        del drafter  # under ZeRO-3 a copy, whose memory is needed while others still decode
+        return self._everybodys(mine, f"decoding at step {trainer.global_step}")
+
+    def _everybodys(self, mine: dict[int, PromptResult], work: str) -> list[PromptResult]:
+        """The results of all ranks, in the prompts' order."""
+        parts = [mine]
+        if self._group is not None:
+            parts = gather_when_all_are_done(mine, self._group, self._timeout, work)
+        results = {number: result for part in parts for number, result in part.items()}
+        return [results[number] for number in sorted(results)]

@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from dflash_lightning.drafter import Drafter, KeyValue
 from dflash_lightning.errors import ConfigError
-from dflash_lightning.features import FeatureTap
+from dflash_lightning.features import FeatureTap, input_device
 
 
 @dataclass
@@ -85,7 +85,7 @@ def greedy_decode(
         stop_ids: the text ends with the first of these.
     """
     _check(prompt_ids, max_new_tokens)
-    device = target.device
+    device = input_device(target)
     start = _sync(device)
     cache = DynamicCache(config=target.config)
     input_ids = torch.tensor([list(prompt_ids)], device=device)
@@ -101,13 +101,13 @@ def greedy_decode(
 
 def draft(target: PreTrainedModel, drafter: Drafter, context: list[KeyValue], anchor: int) -> Tensor:
     """Logits [B - 1, V] for the tokens after ``anchor``, which stands at the position that follows the context."""
-    block_size, device = drafter.config.block_size, target.device
+    block_size, device = drafter.config.block_size, context[0][0].device
     position = context[0][0].shape[2]
     block = torch.full((1, block_size), drafter.config.mask_token_id, device=device)
     block[0, 0] = anchor
     positions = torch.arange(position, position + block_size, device=device)[None]
-    hidden = drafter(target.get_input_embeddings()(block), positions, context)
-    return target.get_output_embeddings()(hidden[0, 1:])
+    hidden = drafter(target.get_input_embeddings()(block).to(device), positions, context)
+    return target.get_output_embeddings()(hidden[0, 1:]).to(device)
 
 
 @torch.inference_mode()
@@ -131,7 +131,7 @@ def speculative_decode(
         on_commit: called with the tokens of each round as they are committed (first with the prefill's token).
     """
     _check(prompt_ids, max_new_tokens)
-    device = target.device
+    device = drafter.fc.weight.device  # a target under a device map lies on several
     target_cache = DynamicCache(config=target.config)
     target_cache.activate_past_recording()
     drafter_cache = DrafterCache(drafter)
@@ -141,7 +141,7 @@ def speculative_decode(
         start = _sync(device)
         input_ids = torch.tensor([list(prompt_ids)], device=device)
         anchor = int(target(input_ids, cache=target_cache, logits_to_keep=1).logits[0, -1].argmax())
-        features = tap.features()
+        features = tap.features().to(device)
         prefilled = _sync(device)
         token_ids, committed = [anchor], []
         if on_commit:
@@ -158,7 +158,7 @@ def speculative_decode(
             new = new[: max_new_tokens - len(token_ids)]
             stops = [i for i, token in enumerate(new) if token in stop_ids]
             new = new[: stops[0] + 1] if stops else new
-            features = tap.features()[:, : len(new)]
+            features = tap.features()[:, : len(new)].to(device)
             target_cache.crop(len(new) - len(block))
             token_ids += new
             committed.append(len(new))

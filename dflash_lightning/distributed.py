@@ -1,4 +1,5 @@
-"""Which of several processes this one is, as its launcher (torchrun, srun) says, and groups that share a target."""
+"""Which of several processes this one is, as its launcher (torchrun, srun) says; groups that share a target; and how
+ranks meet that finish at different times."""
 
 import os
 from datetime import timedelta
@@ -8,7 +9,7 @@ import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from torch import distributed
 
-from dflash_lightning.errors import ConfigError
+from dflash_lightning.errors import ConfigError, TrainingError
 
 T = TypeVar("T")
 # The members of a group wait for each other while a large target is read from a slow disk.
@@ -83,6 +84,34 @@ def form_groups(place: Place, size: int) -> Group:
             device_id=gpu,
         )
     return Group(place.rank // size, place.world_size // size, place.rank % size == 0)
+
+
+def gather_when_all_are_done(mine: T, group: distributed.ProcessGroup, timeout: timedelta, work: str) -> list[T]:
+    """The value of every rank, on every rank, where ranks finish at very different times.
+
+    They wait for each other on the host, whatever backend trains: no collective of the device is left waiting, which
+    would end the run by its own, shorter watchdog.
+
+    Args:
+        mine: this rank's value; anything that pickles.
+        group: a gloo group of all ranks.
+        timeout: how long the first one waits for the last one.
+        work: what they were doing, for the error.
+
+    Raises:
+        TrainingError: on every rank that waited, when one wasn't done in time.
+    """
+    try:
+        distributed.monitored_barrier(group, timeout, wait_all_ranks=True)
+    except RuntimeError as error:
+        raise TrainingError(
+            f"{work}: not all ranks were done within {timeout.total_seconds() / 60:g} minutes of the first "
+            f"({' '.join(str(error).split())}). If they were only slow, give them less to do, or raise the timeout of "
+            "trainer.strategy."
+        ) from error
+    values: list[T] = [mine] * distributed.get_world_size(group)
+    distributed.all_gather_object(values, mine, group=group)
+    return values
 
 
 def leaders_value(value: T) -> T:

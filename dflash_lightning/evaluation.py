@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import align_module_device
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,6 +20,7 @@ from dflash_lightning.blocks import build_blocks, sample_anchors
 from dflash_lightning.decoding import Generation, greedy_decode, speculative_decode
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import DataError
+from dflash_lightning.features import input_device
 from dflash_lightning.losses import score_slots
 from dflash_lightning.prompts import PromptRow, prompt_token_ids, read_prompts
 from dflash_lightning.visibility import attention_mask
@@ -91,7 +93,7 @@ def is_tie(target: PreTrainedModel, prompt_ids: Sequence[int], text: Sequence[in
     parting = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), None)
     if parting is None:  # one text goes on where the other ended: no rounding explains that
         return False
-    prefix = torch.tensor([[*prompt_ids, *text[:parting]]], device=target.device)
+    prefix = torch.tensor([[*prompt_ids, *text[:parting]]], device=input_device(target))
     with torch.inference_mode():
         logits = target(prefix, use_cache=False, logits_to_keep=1).logits[0, -1]
     first, second = logits[text[parting]].double(), logits[other[parting]].double()
@@ -114,7 +116,7 @@ def teacher_forced_lengths(
     anchors = sample_anchors(supervised, TEACHER_FORCED_ANCHORS, seed=0, sample_id=prompt.id, epoch=None)
     if len(anchors) == 0:
         return ()
-    device, length = target.device, len(features)
+    device, length = features.device, len(features)
     rows = torch.tensor(token_ids, device=device)[None]
     blocks = build_blocks(
         input_ids=rows,
@@ -129,12 +131,14 @@ def teacher_forced_lengths(
     padded = torch.nn.functional.pad(features, (0, 0, 0, len(token_ids) - length))
     positions = torch.arange(len(token_ids), device=device)[None]
     hidden = drafter(
-        target.get_input_embeddings()(blocks.input_ids.flatten(1)),
+        target.get_input_embeddings()(blocks.input_ids.flatten(1)).to(device),
         blocks.positions.flatten(1),
         drafter.context_key_values(padded[None], positions),
         attention_mask(blocks.layout),
     )
-    results = score_slots(hidden, target.get_output_embeddings().weight, blocks)
+    head = target.get_output_embeddings()
+    with align_module_device(head, device):  # under a device map its weight may be kept elsewhere
+        results = score_slots(hidden, head.weight, blocks)
     return tuple(results.accepted_lengths.tolist())
 
 

@@ -13,6 +13,14 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     return target.get_decoder().layers
 
 
+def input_device(target: PreTrainedModel) -> torch.device:
+    """Where the target's inputs may lie.
+
+    Weights that a device map keeps elsewhere have the device "meta"; accelerate then moves inputs and outputs itself.
+    """
+    return torch.device("cpu") if target.device.type == "meta" else target.device
+
+
 class FeatureTap:
     """Reads the outputs of chosen decoder layers during a forward of the target.
 
@@ -74,9 +82,7 @@ def compute_features(
     def stop(*_: object) -> None:
         raise _EnoughLayers
 
-    # Weights that lie on disk have the device "meta"; accelerate moves the inputs of such a target itself.
-    if target.device.type != "meta":
-        input_ids, attention_mask = input_ids.to(target.device), attention_mask.to(target.device)
+    input_ids, attention_mask = input_ids.to(input_device(target)), attention_mask.to(input_device(target))
     with FeatureTap(target, layer_ids) as tap:
         last = decoder_layers(target)[max(layer_ids)].register_forward_hook(stop)
         try:

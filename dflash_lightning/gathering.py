@@ -16,7 +16,7 @@ def gather_drafter(drafter: Drafter) -> Drafter:
         return drafter
     import deepspeed  # here, because DeepSpeed takes seconds to import
 
-    with deepspeed.zero.GatheredParameters(sharded):
+    with torch.inference_mode(False), torch.no_grad(), deepspeed.zero.GatheredParameters(sharded):
         weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     with torch.device("meta"):
         copy = Drafter(drafter.config)

@@ -1,10 +1,16 @@
-"""A process knows its place from what torchrun, srun or neither put into its environment."""
+"""A process knows its place from what torchrun, srun or neither put into its environment; and how ranks meet."""
 
 import os
+import time
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch
+from torch import distributed
 
-from dflash_lightning.distributed import Place, launched_place
+from dflash_lightning.distributed import Place, gather_when_all_are_done, launched_place
+from dflash_lightning.errors import TrainingError
 
 # As Slurm sets them: a batch script has the job's variables, and each task of an srun its step's as well.
 BATCH_SCRIPT = {
@@ -40,3 +46,29 @@ def test_place(monkeypatch, environment, place):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert launched_place() == place
+
+
+def meet(rank: int, folder: Path) -> None:
+    """Two ranks meet; then rank 1 stays away until the other has given up."""
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    group = distributed.new_group(backend="gloo", timeout=timedelta(minutes=5))
+    met = gather_when_all_are_done({rank: "x" * rank}, group, timedelta(minutes=5), "meeting")
+    assert met == [{0: ""}, {1: "x"}]
+    message = folder / "message.txt"
+    if rank == 1:
+        while not message.exists():
+            time.sleep(0.05)
+        return
+    with pytest.raises(TrainingError) as found:
+        gather_when_all_are_done(rank, group, timedelta(seconds=3), "decoding at step 9")
+    message.write_text(str(found.value))
+
+
+@pytest.mark.slow
+def test_ranks_meet_at_the_end_and_name_the_one_that_does_not_come(tmp_path):
+    torch.multiprocessing.spawn(meet, (tmp_path,), nprocs=2)
+    message = (tmp_path / "message.txt").read_text()
+    assert message.startswith("decoding at step 9: not all ranks were done within 0.05 minutes of the first (")
+    assert message.endswith("give them less to do, or raise the timeout of trainer.strategy.")
+    assert "rank" in message.lower()
+    assert "1" in message.split("(")[1]

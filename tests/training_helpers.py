@@ -186,6 +186,8 @@ class Job:
     precision: str = "32-true"
     max_skipped_steps: int = 10
     callbacks: tuple[L.Callback, ...] = ()
+    root: Path | None = None
+    """Where callbacks write files."""
     save_to: Path | None = None
     """Where to save a checkpoint after each step."""
     resume: Path | None = None
@@ -200,12 +202,13 @@ class Job:
             self.strategy,
             devices=self.devices,
             precision=self.precision,
+            default_root_dir=self.root,
             max_steps=self.max_steps,
             accumulate_grad_batches=self.accumulation,
             gradient_clip_val=self.clip,
             logger=logger,
             callbacks=[*self.callbacks, *saving],
-            enable_checkpointing=bool(saving),
+            enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in (*self.callbacks, *saving)),
             **options,
         )
         data = DealtData(self.steps) if self.steps else FeatureCacheDataModule(**self.data)

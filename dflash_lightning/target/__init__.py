@@ -8,6 +8,7 @@ from dflash_lightning.target.identity import target_identity
 from dflash_lightning.target.loading import (
     load_first_layers,
     load_generation_config,
+    load_placed_target,
     load_target,
     load_tokenizer,
     target_text_config,
@@ -21,6 +22,7 @@ __all__ = [
     "convert_gguf",
     "load_first_layers",
     "load_generation_config",
+    "load_placed_target",
     "load_tables",
     "load_target",
     "load_tokenizer",

@@ -49,6 +49,16 @@ def load_target(name: str, *, dtype: torch.dtype, device: torch.device | str = "
     return _load(AutoModelForCausalLM, find_target(name), dtype=dtype, device_map={"": device})
 
 
+def load_placed_target(name: str, *, dtype: torch.dtype, placement: Placement, local_rank: int = 0) -> PreTrainedModel:
+    """Load a target as `load_target` does, placed by `placement`, whose check has passed.
+
+    Raises:
+        TargetError: As `load_target`.
+        ConfigError: There is no such device.
+    """
+    return _load(AutoModelForCausalLM, find_target(name), dtype=dtype, **placement.arguments(local_rank))
+
+
 def load_first_layers(
     name: str, num_layers: int, *, dtype: torch.dtype, placement: Placement, local_rank: int = 0
 ) -> PreTrainedModel:
