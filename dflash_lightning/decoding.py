@@ -131,7 +131,7 @@ def speculative_decode(
         on_commit: called with the tokens of each round as they are committed (first with the prefill's token).
     """
     _check(prompt_ids, max_new_tokens)
-    device = drafter.fc.weight.device  # a target under a device map lies on several
+    device = drafter.device  # a target under a device map lies on several
     target_cache = DynamicCache(config=target.config)
     target_cache.activate_past_recording()
     drafter_cache = DrafterCache(drafter)

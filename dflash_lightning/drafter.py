@@ -97,6 +97,10 @@ class Drafter(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = RotaryEmbedding(config)
 
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
     def context_key_values(self, features: Tensor, positions: Tensor) -> list[KeyValue]:
         """Keys and values of the context for each layer: fused once, projected by every layer.
 

@@ -88,6 +88,7 @@ class PerfectDrafter(torch.nn.Module):
         self.text, self.prompt_length, self.wrong = text, prompt_length, wrong
         # Rows of the pseudo-inverse would do; a head solved by least squares maps exactly for V > H only in argmax.
         self.head = target.get_output_embeddings().weight
+        self.device = drafter.device
 
     def forward(self, embeddings, positions, context, mask=None):  # noqa: ARG002
         hidden = torch.zeros(1, positions.shape[1], self.head.shape[1])

@@ -70,5 +70,4 @@ def test_ranks_meet_at_the_end_and_name_the_one_that_does_not_come(tmp_path):
     message = (tmp_path / "message.txt").read_text()
     assert message.startswith("decoding at step 9: not all ranks were done within 0.05 minutes of the first (")
     assert message.endswith("give them less to do, or raise the timeout of trainer.strategy.")
-    assert "rank" in message.lower()
-    assert "1" in message.split("(")[1]
+    assert "Ranks 1 failed" in message
