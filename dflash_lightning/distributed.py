@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from torch import distributed
 
-from dflash_lightning.errors import ConfigError, TrainingError
+from dflash_lightning.errors import ConfigError, LostRankError
 
 T = TypeVar("T")
 # The members of a group wait for each other while a large target is read from a slow disk.
@@ -99,15 +99,16 @@ def gather_when_all_are_done(mine: T, group: distributed.ProcessGroup, timeout: 
         work: what they were doing, for the error.
 
     Raises:
-        TrainingError: on every rank that waited, when one wasn't done in time.
+        LostRankError: on every rank that waited, when one has ended or wasn't done in time.
     """
     try:
         distributed.monitored_barrier(group, timeout, wait_all_ranks=True)
     except RuntimeError as error:
-        raise TrainingError(
-            f"{work}: not all ranks were done within {timeout.total_seconds() / 60:g} minutes of the first "
-            f"({' '.join(str(error).split())}). If they were only slow, give them less to do, or raise the timeout of "
-            "trainer.strategy."
+        raise LostRankError(
+            f"{work}: rank {distributed.get_rank()} was done and waited for the others in vain "
+            f"({' '.join(str(error).split())}). If one has ended, its own log says why; start all processes again with "
+            f"--resume auto. If it was only slow, by more than {timeout.total_seconds() / 60:g} minutes, give the "
+            "ranks less to do or raise timeout_minutes of trainer.strategy."
         ) from error
     values: list[T] = [mine] * distributed.get_world_size(group)
     distributed.all_gather_object(values, mine, group=group)

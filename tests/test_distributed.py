@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 
 from dflash_lightning.distributed import Place, gather_when_all_are_done, launched_place
-from dflash_lightning.errors import TrainingError
+from dflash_lightning.errors import LostRankError
 
 # As Slurm sets them: a batch script has the job's variables, and each task of an srun its step's as well.
 BATCH_SCRIPT = {
@@ -59,7 +59,7 @@ def meet(rank: int, folder: Path) -> None:
         while not message.exists():
             time.sleep(0.05)
         return
-    with pytest.raises(TrainingError) as found:
+    with pytest.raises(LostRankError) as found:
         gather_when_all_are_done(rank, group, timedelta(seconds=3), "decoding at step 9")
     message.write_text(str(found.value))
 
@@ -68,6 +68,6 @@ def meet(rank: int, folder: Path) -> None:
 def test_ranks_meet_at_the_end_and_name_the_one_that_does_not_come(tmp_path):
     torch.multiprocessing.spawn(meet, (tmp_path,), nprocs=2)
     message = (tmp_path / "message.txt").read_text()
-    assert message.startswith("decoding at step 9: not all ranks were done within 0.05 minutes of the first (")
-    assert message.endswith("give them less to do, or raise the timeout of trainer.strategy.")
+    assert message.startswith("decoding at step 9: rank 0 was done and waited for the others in vain (")
+    assert "by more than 0.05 minutes, give the ranks less to do or raise timeout_minutes" in message
     assert "Ranks 1 failed" in message
