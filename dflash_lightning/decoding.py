@@ -1,7 +1,7 @@
-"""Decoding: plain greedy by the target, and lossless speculative decoding with a drafter.
+"""Decoding: plain by the target alone, and lossless speculative decoding with a drafter.
 
 One round drafts a block in one forward of the drafter, verifies it in one forward of the target, commits the leading
-slots that equal the target's own choice and the target's next token (the bonus). This module knows nothing of training.
+slots that verification accepts and the target's own next token (the bonus). This module knows nothing of training.
 """
 
 import time
@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from dflash_lightning.drafter import Drafter, KeyValue
+from dflash_lightning.context import Context
+from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import ConfigError
 from dflash_lightning.features import FeatureTap, input_device
+from dflash_lightning.sampling import Greedy, Scheme
 
 
 @dataclass
@@ -25,9 +27,9 @@ class Generation:
         token_ids: new tokens, a stop token included if one was reached.
         committed: tokens committed by each verify round, bonus included; empty for plain decoding. The first token
             comes from the prefill and belongs to no round.
-        prefill_seconds, decode_seconds: wall time up to and after the first token.
+        prefill_seconds, decode_seconds: wall time up to and after the first token; of a batch, until this row ended.
         features: [L, K*H] context features of prompt and text where they were computed (all but the last token, or
-            fewer); None for plain decoding.
+            fewer); None where they weren't asked for.
     """
 
     token_ids: list[int]
@@ -37,80 +39,50 @@ class Generation:
     features: Tensor | None = None
 
 
-class DrafterCache:
-    """Keys and values of the context in each drafter layer, kept from round to round."""
-
-    def __init__(self, drafter: Drafter):
-        self._drafter = drafter
-        self._layers: list[KeyValue] | None = None
-        self.length = 0
-
-    def extend(self, features: Tensor) -> list[KeyValue]:
-        """Append the ``features`` [1, n, K*H] of the next n positions; returns the whole context."""
-        count = features.shape[1]
-        positions = torch.arange(self.length, self.length + count, device=features.device)[None]
-        new = self._drafter.context_key_values(features, positions)
-        if self._layers is None:
-            self._layers = new
-        else:
-            self._layers = [
-                (torch.cat((key, new_key), dim=2), torch.cat((value, new_value), dim=2))
-                for (key, value), (new_key, new_value) in zip(self._layers, new, strict=True)
-            ]
-        self.length += count
-        return self._layers
-
-
 def _sync(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def _check(prompt_ids: Sequence[int], max_new_tokens: int) -> None:
-    if len(prompt_ids) == 0:
+def _check(prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    if not all(len(prompt) for prompt in prompts):
         raise ConfigError("the prompt has no tokens; decoding needs at least one.")
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens is {max_new_tokens}; expected at least 1.")
 
 
 @torch.inference_mode()
-def greedy_decode(
-    target: PreTrainedModel, prompt_ids: Sequence[int], *, max_new_tokens: int, stop_ids: Sequence[int]
+def plain_decode(
+    target: PreTrainedModel,
+    prompt_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    stop_ids: Sequence[int],
+    scheme: Scheme = Greedy(),  # noqa: B008
 ) -> Generation:
-    """Plain greedy decoding, one token a forward: the reference for text and speed.
+    """Decoding by the target alone, one token a forward: the reference for text and speed.
 
     Args:
         prompt_ids: [P] tokens of one prompt.
         stop_ids: the text ends with the first of these.
+        scheme: how tokens are chosen.
     """
-    _check(prompt_ids, max_new_tokens)
+    _check([prompt_ids], max_new_tokens)
     device = input_device(target)
     start = _sync(device)
     cache = DynamicCache(config=target.config)
     input_ids = torch.tensor([list(prompt_ids)], device=device)
-    token = int(target(input_ids, cache=cache, logits_to_keep=1).logits[0, -1].argmax())
+    token = int(scheme.choose(target(input_ids, cache=cache, logits_to_keep=1).logits[0, -1]))
     prefilled = _sync(device)
     token_ids = [token]
     while token not in stop_ids and len(token_ids) < max_new_tokens:
         logits = target(torch.tensor([[token]], device=device), cache=cache, logits_to_keep=1).logits
-        token = int(logits[0, -1].argmax())
+        token = int(scheme.choose(logits[0, -1]))
         token_ids.append(token)
     return Generation(token_ids, prefill_seconds=prefilled - start, decode_seconds=_sync(device) - prefilled)
 
 
-def draft(target: PreTrainedModel, drafter: Drafter, context: list[KeyValue], anchor: int) -> Tensor:
-    """Logits [B - 1, V] for the tokens after ``anchor``, which stands at the position that follows the context."""
-    block_size, device = drafter.config.block_size, context[0][0].device
-    position = context[0][0].shape[2]
-    block = torch.full((1, block_size), drafter.config.mask_token_id, device=device)
-    block[0, 0] = anchor
-    positions = torch.arange(position, position + block_size, device=device)[None]
-    hidden = drafter(target.get_input_embeddings()(block).to(device), positions, context)
-    return target.get_output_embeddings()(hidden[0, 1:]).to(device)
-
-
-@torch.inference_mode()
 def speculative_decode(
     target: PreTrainedModel,
     drafter: Drafter,
@@ -118,59 +90,110 @@ def speculative_decode(
     *,
     max_new_tokens: int,
     stop_ids: Sequence[int],
+    scheme: Scheme = Greedy(),  # noqa: B008
     keep_features: bool = False,
     on_commit: Callable[[list[int]], None] | None = None,
 ) -> Generation:
-    """Greedy speculative decoding of one prompt: the same text as ``greedy_decode``, in fewer target forwards.
+    """``speculative_decode_batch`` of one prompt; ``on_commit`` is called with the tokens alone."""
+    (generation,) = speculative_decode_batch(
+        target,
+        drafter,
+        [prompt_ids],
+        max_new_tokens=max_new_tokens,
+        stop_ids=stop_ids,
+        scheme=scheme,
+        keep_features=keep_features,
+        on_commit=on_commit and (lambda _prompt, tokens: on_commit(tokens)),
+    )
+    return generation
 
-    Every block is whole, as in training; tokens that the length limit or a stop token cuts off are not counted as
-    committed.
+
+@torch.inference_mode()
+def speculative_decode_batch(
+    target: PreTrainedModel,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    stop_ids: Sequence[int],
+    scheme: Scheme = Greedy(),  # noqa: B008
+    keep_features: bool = False,
+    on_commit: Callable[[int, list[int]], None] | None = None,
+) -> list[Generation]:
+    """Speculative decoding: the texts that plain decoding would give, in fewer forwards of the target.
+
+    Each row advances by its own acceptance, and leaves the batch when it ends. Every block is whole, as in training;
+    tokens that the length limit or a stop token cuts off are not counted as committed.
 
     Args:
-        keep_features: return the context features of prompt and text.
-        on_commit: called with the tokens of each round as they are committed (first with the prefill's token).
+        prompts: token ids; lengths may differ.
+        max_new_tokens: length limit of each text.
+        stop_ids: a text ends with the first of these.
+        scheme: how tokens are chosen and blocks verified.
+        keep_features: return the context features of prompts and texts.
+        on_commit: called with the number of a prompt and the tokens of each of its rounds as they are committed (first
+            with the prefill's token).
+
+    Returns:
+        One generation a prompt, in order.
+
+    Raises:
+        ConfigError: an empty prompt, no room for a token, or a batch for a target that can't take one.
     """
-    _check(prompt_ids, max_new_tokens)
+    _check(prompts, max_new_tokens)
     device = drafter.device  # a target under a device map lies on several
-    target_cache = DynamicCache(config=target.config)
-    target_cache.activate_past_recording()
-    drafter_cache = DrafterCache(drafter)
-    kept: list[Tensor] = []
+    texts = [Generation([]) for _ in prompts]
+    kept: list[list[Tensor]] = [[] for _ in prompts]
+    rows = list(range(len(prompts)))  # row of the context -> number of its prompt
+
+    def commit(prompt: int, tokens: list[int]) -> bool:
+        """Whether the text goes on."""
+        texts[prompt].token_ids += tokens
+        if on_commit:
+            on_commit(prompt, tokens)
+        return tokens[-1] not in stop_ids and len(texts[prompt].token_ids) < max_new_tokens
 
     with FeatureTap(target, drafter.config.target_layer_ids) as tap:
         start = _sync(device)
-        input_ids = torch.tensor([list(prompt_ids)], device=device)
-        anchor = int(target(input_ids, cache=target_cache, logits_to_keep=1).logits[0, -1].argmax())
-        features = tap.features().to(device)
+        context = Context(target, drafter, prompts)
+        first = scheme.choose(context.prefill()).tolist()
         prefilled = _sync(device)
-        token_ids, committed = [anchor], []
-        if on_commit:
-            on_commit([anchor])
+        goes_on = [commit(prompt, [token]) for prompt, token in zip(rows, first, strict=True)]
+        features = tap.features().to(device)
+        while True:
+            live = [row for row, more in enumerate(goes_on) if more]
+            if len(live) < len(rows):
+                ended = _sync(device)
+                for prompt in (prompt for prompt, more in zip(rows, goes_on, strict=True) if not more):
+                    texts[prompt].prefill_seconds = prefilled - start
+                    texts[prompt].decode_seconds = ended - prefilled
+            if keep_features:
+                for row, prompt in enumerate(rows):
+                    kept[prompt].append(features[row, context.valid[row, -features.shape[1] :]])
+            if not live:
+                break
+            if len(live) < len(rows):
+                context.select(live)
+                features, rows = features[live], [rows[row] for row in live]
 
-        while token_ids[-1] not in stop_ids and len(token_ids) < max_new_tokens:
-            kept.append(features[0])
-            context = drafter_cache.extend(features)
-            proposals = draft(target, drafter, context, token_ids[-1]).argmax(dim=-1)
-            block = torch.cat((proposals.new_tensor([token_ids[-1]]), proposals))
-            choices = target(block[None], cache=target_cache).logits[0].argmax(dim=-1)
-            accepted = int((proposals == choices[:-1]).cumprod(dim=0).sum())
-            new = choices[: accepted + 1].tolist()
-            new = new[: max_new_tokens - len(token_ids)]
-            stops = [i for i, token in enumerate(new) if token in stop_ids]
-            new = new[: stops[0] + 1] if stops else new
-            features = tap.features()[:, : len(new)].to(device)
-            target_cache.crop(len(new) - len(block))
-            token_ids += new
-            committed.append(len(new))
-            if on_commit:
-                on_commit(new)
+            context.extend_drafter(features)
+            context.squeeze()
+            anchors = torch.tensor([texts[prompt].token_ids[-1] for prompt in rows], device=device)
+            proposals = scheme.propose(context.draft(anchors))
+            block = torch.cat((anchors[:, None], proposals), dim=1)
+            tokens, accepted = (x.tolist() for x in scheme.verify(proposals, context.verify(block)))
+            goes_on, counts = [], []
+            for row, prompt in enumerate(rows):
+                new = tokens[row][: min(accepted[row] + 1, max_new_tokens - len(texts[prompt].token_ids))]
+                stop = next((i for i, token in enumerate(new) if token in stop_ids), len(new))
+                new = new[: stop + 1]
+                texts[prompt].committed.append(len(new))
+                counts.append(len(new))
+                goes_on.append(commit(prompt, new))
+            context.keep(counts, block.shape[1])
+            features = tap.features()[:, : max(counts)].to(device)
 
     if keep_features:
-        kept.append(features[0])
-    return Generation(
-        token_ids,
-        committed,
-        prefill_seconds=prefilled - start,
-        decode_seconds=_sync(device) - prefilled,
-        features=torch.cat(kept) if keep_features else None,
-    )
+        for text, parts in zip(texts, kept, strict=True):
+            text.features = torch.cat(parts)
+    return texts

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from dflash_lightning.decoding import greedy_decode
+from dflash_lightning.decoding import plain_decode
 from dflash_lightning.devices import resolve_device
 from dflash_lightning.durable import write_whole
 from dflash_lightning.evaluation import Prompt, PromptResult, evaluate_prompt, load_prompts, summarize
@@ -36,7 +36,7 @@ def decode_prompts(
     results = []
     with track(len(prompts), "evaluate", "tokens") as progress:
         for prompt in prompts:
-            plain = greedy_decode(target, prompt.token_ids, **limits)
+            plain = plain_decode(target, prompt.token_ids, **limits)
             results.append(evaluate_prompt(target, drafter, prompt, plain, **limits))
             progress.advance(1, done=len(plain.token_ids) + len(results[-1].token_ids))
     return results
@@ -44,7 +44,7 @@ def decode_prompts(
 
 def plain_speed(target: PreTrainedModel, prompts: list[Prompt], limits: dict[str, Any]) -> float:
     """Tokens a second of plain greedy decoding."""
-    runs = [greedy_decode(target, prompt.token_ids, **limits) for prompt in prompts]
+    runs = [plain_decode(target, prompt.token_ids, **limits) for prompt in prompts]
     return sum(len(run.token_ids) for run in runs) / sum(run.prefill_seconds + run.decode_seconds for run in runs)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_lightning.blocks import build_blocks, sample_anchors
-from dflash_lightning.decoding import Generation, greedy_decode, speculative_decode
+from dflash_lightning.decoding import Generation, plain_decode, speculative_decode
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import DataError
 from dflash_lightning.features import input_device
@@ -174,7 +174,7 @@ def decode_plainly(
 ) -> list[Generation]:
     """Plain greedy runs, the reference for text and speed."""
     return [
-        greedy_decode(target, prompt.token_ids, max_new_tokens=max_new_tokens, stop_ids=stop_ids) for prompt in prompts
+        plain_decode(target, prompt.token_ids, max_new_tokens=max_new_tokens, stop_ids=stop_ids) for prompt in prompts
     ]
 
 

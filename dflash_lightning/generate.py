@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from dflash_lightning.decoding import greedy_decode, speculative_decode
+from dflash_lightning.decoding import plain_decode, speculative_decode
 from dflash_lightning.devices import resolve_device
 from dflash_lightning.evaluate import Dtype, show_number
 from dflash_lightning.evaluation import pooled_tau
@@ -58,7 +58,7 @@ def generate(
 
     run = speculative_decode(model, draft_model, token_ids, on_commit=show, **limits)
     console.print()
-    plain = greedy_decode(model, token_ids, **limits)
+    plain = plain_decode(model, token_ids, **limits)
     seconds, plain_seconds = (r.prefill_seconds + r.decode_seconds for r in (run, plain))
     speed, plain_speed_here = len(run.token_ids) / seconds, len(plain.token_ids) / plain_seconds
     console.print(

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from dflash_lightning import __version__
 from dflash_lightning.blocks import build_blocks
 from dflash_lightning.checkpoints import CHECKPOINT_KEY
-from dflash_lightning.decoding import greedy_decode
+from dflash_lightning.decoding import plain_decode
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.export import TokenIds
 from dflash_lightning.features import compute_features
@@ -64,7 +64,7 @@ def memorise(target: PreTrainedModel, drafter: Drafter, prompts: list[list[int]]
     """Train on the target's own greedy answers, every position an anchor."""
     samples = []
     for prompt in prompts:
-        text = greedy_decode(target, prompt, max_new_tokens=TEXT_LENGTH, stop_ids=()).token_ids
+        text = plain_decode(target, prompt, max_new_tokens=TEXT_LENGTH, stop_ids=()).token_ids
         ids = torch.tensor([prompt + text])
         features = compute_features(target, ids, torch.ones_like(ids), drafter.config.target_layer_ids).clone()
         anchors = torch.arange(len(prompt), ids.shape[1] - 1)[None]

@@ -5,7 +5,8 @@ import torch
 from helpers import load_tiny, make_drafter
 
 from dflash_lightning.blocks import build_blocks
-from dflash_lightning.decoding import DrafterCache, draft, greedy_decode, speculative_decode
+from dflash_lightning.context import Context
+from dflash_lightning.decoding import plain_decode, speculative_decode
 from dflash_lightning.errors import ConfigError
 from dflash_lightning.visibility import dense_mask
 
@@ -49,11 +50,12 @@ def test_training_forward_equals_decoding_forward(target_folder):
     logits = target.get_output_embeddings()(hidden).view(2, 5, block_size, -1)
     for row, column in zip(*torch.nonzero(valid, as_tuple=True), strict=True):
         anchor = int(anchors[row, column])
-        cache = DrafterCache(drafter)
         # The context arrives in two pieces, as it does from round to round.
-        cache.extend(features[row : row + 1, : anchor // 2])
-        context = cache.extend(features[row : row + 1, anchor // 2 : anchor])
-        decoded = draft(target, drafter, context, int(input_ids[row, anchor]))
+        context = Context(target, drafter, [[0] * (anchor // 2)])
+        context.extend_drafter(features[row : row + 1, : anchor // 2])
+        context.valid = torch.ones(1, anchor, dtype=torch.bool)
+        context.extend_drafter(features[row : row + 1, anchor // 2 : anchor])
+        (decoded,) = context.draft(input_ids[row, anchor][None])
         torch.testing.assert_close(decoded, logits[row, column, 1:], rtol=1e-4, atol=1e-4)
 
 
@@ -64,7 +66,7 @@ def test_speculative_text_equals_plain_greedy(target_folder, block_size, prompt_
     drafter = make_drafter(target, block_size=block_size, scale=3.0)
     prompt = torch.randint(4, 272, (prompt_length,), generator=torch.Generator().manual_seed(7)).tolist()
     expected = naive_greedy(target, prompt, 21)
-    assert greedy_decode(target, prompt, max_new_tokens=21, stop_ids=()).token_ids == expected
+    assert plain_decode(target, prompt, max_new_tokens=21, stop_ids=()).token_ids == expected
     seen = []
     result = speculative_decode(
         target, drafter, prompt, max_new_tokens=21, stop_ids=(), keep_features=True, on_commit=seen.extend
@@ -133,7 +135,7 @@ def test_a_stop_token_inside_an_accepted_block_ends_the_text(qwen3_folder):
     result = speculative_decode(target, drafter, prompt, max_new_tokens=30, stop_ids=(stop, 1))
     assert result.token_ids == text[: position + 1]
     assert sum(result.committed) == position
-    assert result.token_ids == greedy_decode(target, prompt, max_new_tokens=30, stop_ids=(stop, 1)).token_ids
+    assert result.token_ids == plain_decode(target, prompt, max_new_tokens=30, stop_ids=(stop, 1)).token_ids
 
 
 def test_a_first_token_that_stops_needs_no_round(qwen3_folder):
@@ -149,4 +151,4 @@ def test_empty_prompt_and_empty_budget_are_refused(llama_folder):
     with pytest.raises(ConfigError, match="no tokens"):
         speculative_decode(target, drafter, [], max_new_tokens=4, stop_ids=())
     with pytest.raises(ConfigError, match="max_new_tokens is 0"):
-        greedy_decode(target, [5], max_new_tokens=0, stop_ids=())
+        plain_decode(target, [5], max_new_tokens=0, stop_ids=())

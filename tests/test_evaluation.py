@@ -7,7 +7,8 @@ import pytest
 import torch
 from helpers import load_tiny, make_drafter
 
-from dflash_lightning.decoding import DrafterCache, draft, greedy_decode, speculative_decode
+from dflash_lightning.context import Context
+from dflash_lightning.decoding import plain_decode, speculative_decode
 from dflash_lightning.evaluation import (
     Prompt,
     PromptResult,
@@ -108,7 +109,7 @@ def test_teacher_forced_lengths_equal_drafts_at_every_anchor(llama_folder, block
     target = load_tiny(llama_folder)
     drafter = make_drafter(target, block_size=block_size, scale=3.0)
     prompt = Prompt("p", tuple(range(10, 18)))
-    text = greedy_decode(target, prompt.token_ids, max_new_tokens=20, stop_ids=()).token_ids
+    text = plain_decode(target, prompt.token_ids, max_new_tokens=20, stop_ids=()).token_ids
     run = speculative_decode(target, drafter, prompt.token_ids, max_new_tokens=20, stop_ids=(), keep_features=True)
     tokens = [*prompt.token_ids, *text]
     expected = []
@@ -116,8 +117,9 @@ def test_teacher_forced_lengths_equal_drafts_at_every_anchor(llama_folder, block
         states = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
         features = torch.cat([states[i + 1] for i in drafter.config.target_layer_ids], dim=-1)
         for anchor in range(len(prompt.token_ids), len(tokens) - 1):
-            context = DrafterCache(drafter).extend(features[:, :anchor])
-            proposals = draft(target, drafter, context, tokens[anchor]).argmax(dim=-1).tolist()
+            context = Context(target, drafter, [tokens[:anchor]])
+            context.extend_drafter(features[:, :anchor])
+            (proposals,) = context.draft(torch.tensor([tokens[anchor]])).argmax(dim=-1).tolist()
             length = 1
             for proposal, token in zip(proposals, tokens[anchor + 1 :], strict=False):
                 if proposal != token:
@@ -131,7 +133,7 @@ def test_one_prompt_is_evaluated_against_its_plain_run(llama_folder):
     target = load_tiny(llama_folder)
     drafter = make_drafter(target, scale=3.0)
     prompt = Prompt("p", (5, 6, 7), "family")
-    plain = greedy_decode(target, prompt.token_ids, max_new_tokens=9, stop_ids=())
+    plain = plain_decode(target, prompt.token_ids, max_new_tokens=9, stop_ids=())
     found = evaluate_prompt(target, drafter, prompt, plain, max_new_tokens=9, stop_ids=())
     assert found.identical
     assert not found.tie

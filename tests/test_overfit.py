@@ -8,7 +8,7 @@ from training_helpers import DealtData, GivenSample, make_trainer
 
 from dflash_lightning.cache import Sample
 from dflash_lightning.config import DrafterSettings
-from dflash_lightning.decoding import greedy_decode, speculative_decode
+from dflash_lightning.decoding import plain_decode, speculative_decode
 from dflash_lightning.features import compute_features
 from dflash_lightning.module import DFlashModule, OptimizerSettings
 
@@ -24,7 +24,7 @@ def target(target_folder):
 def test_a_memorised_text_is_decoded_in_whole_blocks(target, target_folder):
     # The answer goes on for a block beyond what is decoded, so that the last anchors have whole blocks as well.
     limit = 1 + ROUNDS * BLOCK_SIZE
-    text = greedy_decode(target, PROMPT, max_new_tokens=limit + BLOCK_SIZE, stop_ids=()).token_ids
+    text = plain_decode(target, PROMPT, max_new_tokens=limit + BLOCK_SIZE, stop_ids=()).token_ids
     assert len(set(text)) > 4, "the text is too plain to prove anything"
     tokens = torch.tensor([PROMPT + text])
     layers = [1, 3]

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from dflash_lightning.cli import function_parser, one_message, parsed_settings
-from dflash_lightning.decoding import greedy_decode
+from dflash_lightning.decoding import plain_decode
 from dflash_lightning.durable import write_whole
 from dflash_lightning.errors import TargetError
 from dflash_lightning.evaluation import evaluate_prompt, load_prompts, pooled_tau
@@ -52,7 +52,7 @@ def check_in_float32(run: Path, result: Path, max_new_tokens: int) -> None:
     prompts = load_prompts(run / "heldout.jsonl", tokenizer, limit=FLOAT32_PROMPTS)
     limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop_ids": stop_token_ids(target, tokenizer)}
     results = [
-        evaluate_prompt(target, drafter, prompt, greedy_decode(target, prompt.token_ids, **limits), **limits)
+        evaluate_prompt(target, drafter, prompt, plain_decode(target, prompt.token_ids, **limits), **limits)
         for prompt in prompts
     ]
     check = check_with_transformers(
