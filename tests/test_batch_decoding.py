@@ -20,7 +20,7 @@ def random_prompts(lengths=LENGTHS) -> list[list[int]]:
 
 
 def tell(monkeypatch, prompts, texts, wrong) -> None:
-    """Let the drafter propose the texts that plain decoding gives, but for each index where ``wrong(prompt, index)``."""
+    """Let the drafter propose what plain decoding gives, but for each index where ``wrong(prompt, index)``."""
     draft = Context.draft
 
     def informed(context, anchors):
