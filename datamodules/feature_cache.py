@@ -130,6 +130,7 @@ class ResumableLoader(DataLoader):
         else:
             self._check_same_plan(taken, state["plan"])
             batches = taken // self.sampler.world_size
+        self._taken = batches  # also for a checkpoint that is saved before the next batch
         self.sampler.start = batches % len(self.sampler)
         counts = self.progress.current
         ahead = batches - counts.ready

@@ -55,13 +55,14 @@ class ExactResume(Callback):
         self._restored = state_dict["random_states"]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        # Here, as what is set up before draws, too.
+        if trainer.global_rank < len(self._restored):
+            restore_random_state(self._restored[trainer.global_rank])
+        _make_up_for_validation(trainer)
         for saver in trainer.checkpoint_callbacks:
             # Else every_n_train_steps would save once more after the first micro-batch, inside the next step.
             if isinstance(saver, ModelCheckpoint):
                 saver._last_global_step_saved = trainer.global_step
-        # Here, as what is set up before draws, too.
-        if trainer.global_rank < len(self._restored):
-            restore_random_state(self._restored[trainer.global_rank])
 
     def on_save_checkpoint(
         self,
@@ -77,3 +78,13 @@ class ExactResume(Callback):
                 "exactly. Let ModelCheckpoint save at validations or with every_n_train_steps, not with "
                 "train_time_interval."
             )
+
+
+def _make_up_for_validation(trainer: L.Trainer) -> None:
+    """Validate now if the checkpoint was saved between a step and its validation, which Lightning then leaves out."""
+    loop = trainer.fit_loop.epoch_loop
+    if loop.restarted_on_train_batch_end and loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
+        trainer.validating = True
+        loop.val_loop.restarting = False
+        loop.val_loop.run()
+        trainer.training = True

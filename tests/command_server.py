@@ -1,22 +1,22 @@
 """Runs commands in forks of a process that has imported everything already: they start in milliseconds.
 
-A program for tests. Lines of JSON on stdin: {"arguments": [...], "environment": {...}} starts a command and answers
-with its process id; {"wait": pid} answers with its exit code (negative: the signal that ended it).
+A program for tests; its arguments are the modules to import. Lines of JSON on stdin: {"arguments": [...],
+"environment": {...}} starts a command and answers with its process id; {"wait": pid} answers with its exit code
+(negative: the signal that ended it). What commands print goes to stderr.
 """
 
 import json
 import os
 import sys
+from importlib import import_module
+from typing import TextIO
 
-import transformers.models.llama.modeling_llama  # noqa: F401
-
-import dflash_lightning.capture  # noqa: F401
-from dflash_lightning.cli import command_parser, main
+from dflash_lightning.cli import main
 
 
-def answer(value: int) -> None:
-    sys.stdout.write(f"{value}\n")
-    sys.stdout.flush()
+def answer(answers: TextIO, value: int) -> None:
+    answers.write(f"{value}\n")
+    answers.flush()
 
 
 def start(arguments: list[str], environment: dict[str, str]) -> int:
@@ -24,7 +24,6 @@ def start(arguments: list[str], environment: dict[str, str]) -> int:
     if process:
         return process
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
-    os.dup2(2, 1)
     os.environ.update(environment)
     sys.argv[1:] = arguments
     code = 1
@@ -38,11 +37,14 @@ def start(arguments: list[str], environment: dict[str, str]) -> int:
 
 
 if __name__ == "__main__":
-    command_parser("capture")
-    answer(os.getpid())
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for module in sys.argv[1:]:
+        import_module(module)
+    answer(answers, os.getpid())
     for line in sys.stdin:
         request = json.loads(line)
         if "wait" in request:
-            answer(os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1]))
+            answer(answers, os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1]))
         else:
-            answer(start(**request))
+            answer(answers, start(**request))

@@ -1,7 +1,6 @@
 """A capture that is killed again and again, by any number of processes, ends as the cache of an undisturbed one."""
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -14,6 +13,7 @@ import psutil
 import pytest
 from cache_helpers import stored_files
 from capture_helpers import capture_arguments, random_texts, write_texts
+from command_client import CommandServer, kill, srun_environment, torchrun_environment
 
 from dflash_lightning.cache import verify
 from dflash_lightning.cli import run
@@ -23,45 +23,9 @@ NUM_KILLS = 20
 MARKERS = "shards/*/COMMITTED"
 
 
-def torchrun_environment(rank: int, world: int) -> dict[str, str]:
-    return {"TORCHELASTIC_RUN_ID": "test", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-
-
-def srun_environment(rank: int, world: int) -> dict[str, str]:
-    return {"SLURM_STEP_NUM_TASKS": str(world), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
-
-
-class CommandServer:
-    """Starts commands in forks of one process."""
-
-    def __init__(self):
-        program = Path(__file__).parent / "command_server.py"
-        self.process = subprocess.Popen(
-            [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert int(self.process.stdout.readline()) == self.process.pid
-
-    def ask(self, **request) -> int:
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
-
-    def launch(self, arguments: list[str], world: int, launcher=torchrun_environment) -> list[int]:
-        """Process ids of a command in `world` processes, each with the environment that a launcher gives it."""
-        return [self.ask(arguments=arguments, environment=launcher(rank, world)) for rank in range(world)]
-
-    def wait(self, processes: list[int]) -> list[int]:
-        """Exit codes; a negative one is the signal that ended the process."""
-        return [self.ask(wait=process) for process in processes]
-
-    def close(self) -> None:
-        self.process.stdin.close()
-        self.process.wait(30)
-
-
 @pytest.fixture(scope="module")
 def server():
-    server = CommandServer()
+    server = CommandServer("transformers.models.llama.modeling_llama", "dflash_lightning.capture")
     yield server
     server.close()
 
@@ -85,11 +49,6 @@ def undisturbed(arguments, tmp_path_factory) -> Path:
 def markers(cache: Path) -> dict[str, tuple[int, int]]:
     """Which file, written when, is the commit marker of each shard."""
     return {file.parent.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in cache.glob(MARKERS)}
-
-
-def kill(processes: list[int]) -> None:
-    for process in processes:
-        os.kill(process, signal.SIGKILL)
 
 
 def assert_the_same(cache: Path, undisturbed: Path) -> None:

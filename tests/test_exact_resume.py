@@ -53,6 +53,19 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(job, tmp_path):
     assert_bitwise(read_ahead, whole, 2, "another number of workers")
 
 
+@pytest.mark.usefixtures("process_group")
+def test_a_validation_that_was_due_at_the_stop_is_made_up_for(job, tmp_path):
+    """Checkpoints of every step are saved before its validation: in the middle of an epoch, and at its end."""
+    validated = replace(job, data=job.data | {"validation_fraction": 0.1})
+    every_second_step = {"val_check_interval": 4, "check_val_every_n_epoch": None}
+    whole = replace(validated, save_to=tmp_path).run(**every_second_step)
+    assert len(whole.validation) == 3
+    for done, missed in ((1, 0), (2, 0), (3, 1), (4, 1)):
+        resumed = replace(stranger(validated), resume=tmp_path / f"step={done}.ckpt").run(**every_second_step)
+        assert resumed.validation == whole.validation[missed:]
+        assert_bitwise(resumed, whole, done, f"stop after {done} steps")
+
+
 class SaveAfterEachMicroBatch(L.Callback):
     def __init__(self, path):
         self.path = path
