@@ -6,6 +6,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch._dynamo.utils import counters
 
 from datamodules.feature_cache import ResumableLoader
 from dflash_lightning.module import ContextBatch
@@ -66,6 +67,7 @@ class Throughput(Callback):
                 "perf/padding_share": padding / context,
                 "perf/label_tokens": float(self.label_tokens),
                 "perf/training_seconds": self.training_seconds,
+                "perf/compiled_graphs": float(counters["stats"]["unique_graphs"]),
             }
         )
         self._reset()

@@ -7,9 +7,12 @@ else: not the anchor's own feature (at decode time the target hasn't processed t
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental import _config as symbolic_shapes_config
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -67,9 +70,31 @@ def dense_mask(layout: Layout) -> Tensor:
     return visibility_rule(layout)(row, row, query, key).unsqueeze(1)
 
 
+def compile_for_all_shapes(function: Callable) -> Callable:
+    """``function`` compiled with sizes as symbols: batches of other lengths don't compile it again.
+
+    A size of 1 is always a case of its own (batches of one row, say). Two sizes that happen to be equal aren't, as they
+    would be by default. Too many cases raise an error; without ``fullgraph`` it would silently run uncompiled.
+    """
+    compiled = torch.compile(function, dynamic=True, fullgraph=True)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with symbolic_shapes_config.patch(use_duck_shape=False):
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+_compiled_create_block_mask = compile_for_all_shapes(create_block_mask)
+_compiled_flex_attention = compile_for_all_shapes(flex_attention)
+
+
 def flex_mask(layout: Layout) -> BlockMask:
     """The rule as a FlexAttention block mask, built once a batch and shared by all layers and heads."""
-    return create_block_mask(
+    # Uncompiled it would hold the dense mask, and int64 indices of that size.
+    create = _compiled_create_block_mask if layout.anchors.is_cuda else create_block_mask
+    return create(
         visibility_rule(layout),
         B=layout.anchors.shape[0],
         H=None,
@@ -83,9 +108,6 @@ def attention_mask(layout: Layout) -> AttentionMask:
     """The form that suits the device: FlexAttention on CUDA; elsewhere a dense mask, as FlexAttention has no backward
     on CPU (torch 2.13)."""
     return flex_mask(layout) if layout.anchors.is_cuda else dense_mask(layout)
-
-
-_compiled_flex_attention = torch.compile(flex_attention, dynamic=True)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:

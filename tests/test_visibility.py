@@ -1,9 +1,14 @@
 """The visibility rule against the sentence it stands for, and its two forms against each other (spec.md 5.3)."""
 
+from functools import partial
+
 import pytest
 import torch
+from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from dflash_lightning.visibility import Layout, attend, dense_mask, flex_mask
+from dflash_lightning import visibility
+from dflash_lightning.visibility import Layout, attend, compile_for_all_shapes, dense_mask, flex_mask
 
 # rows, documents' lengths in each row (padding follows), context length, blocks, block size
 SHAPES = {
@@ -91,3 +96,27 @@ def test_without_a_mask_every_query_sees_every_key():
     query, key, value = torch.randn(3, 1, 2, 5, 8, generator=torch.Generator().manual_seed(2))
     naive = (query @ key.mT / 8**0.5).softmax(dim=-1) @ value
     torch.testing.assert_close(attend(query, key, value, None), naive, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@torch.compiler.set_stance("default")
+def test_flex_attention_is_compiled_once_for_all_lengths(monkeypatch):
+    """As on CUDA, but for the code that the compiler makes: FlexAttention's has no backward on CPU."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    attention = compile_for_all_shapes(flex_attention)
+    monkeypatch.setattr(visibility, "create_block_mask", compile_for_all_shapes(create_block_mask))
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = []
+    for rows, blocks, length in [(2, 24, 100), (3, 24, 230), (4, 20, 300), (2, 17, 160), (8, 32, 256), (4, 24, 700)]:
+        anchors = (
+            torch.randint(0, length, (rows, blocks), generator=torch.Generator().manual_seed(length)).sort().values
+        )
+        layout = Layout(anchors, torch.zeros(rows, length, dtype=torch.long), block_size=8)
+        query = torch.randn(rows, 4, layout.num_queries, 16)
+        key, value = torch.randn(2, rows, 2, layout.num_keys, 16)
+        with torch.no_grad():
+            found = attention(query, key, value, block_mask=flex_mask(layout), enable_gqa=True)
+        torch.testing.assert_close(found, attend(query, key, value, dense_mask(layout)), rtol=1e-5, atol=1e-5)
+        compiled.append(counters["stats"]["unique_graphs"])
+    assert compiled == [2] * 6  # the mask and the attention, in the first batch
