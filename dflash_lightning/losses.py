@@ -95,11 +95,12 @@ def _score_chunk(
         label = labels - first
         found = logits.gather(1, label.clamp(0, len(piece) - 1)).to(total.dtype)
         label_logit = torch.where((label >= 0) & (label < len(piece)), found, label_logit)
-        piece_largest, piece_best = _first_largest(logits)
+        exponentials = wide[: slots * len(piece)].view(shape).copy_(logits)
+        piece_largest, piece_best = _first_largest(exponentials)
         best = torch.where(piece_largest > largest, piece_best + first, best)
         now_largest = torch.maximum(largest, piece_largest)
         shrink = (largest - now_largest).exp_()
-        exponentials = wide[: slots * len(piece)].view(shape).copy_(logits).sub_(now_largest).exp_()
+        exponentials.sub_(now_largest).exp_()
         total.mul_(shrink).add_(exponentials.sum(dim=-1, keepdim=True))
         if expected is not None:
             expected.mul_(shrink).add_(logits.copy_(exponentials) @ piece)
