@@ -7,6 +7,7 @@ Parameter names are those of the official checkpoints, so that nothing is rename
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
+from torch.utils.checkpoint import checkpoint
 
 from dflash_lightning.config import DrafterConfig
 from dflash_lightning.rope import RotaryEmbedding, rotate
@@ -86,11 +87,15 @@ class Layer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """Block-diffusion drafter without own embedding or head: both are the target's, applied by the caller."""
+    """Block-diffusion drafter without own embedding or head: both are the target's, applied by the caller.
+
+    Attributes:
+        activation_checkpointing: keep only the input of each layer for the backward, which computes the rest again.
+    """
 
     def __init__(self, config: DrafterConfig):
         super().__init__()
-        self.config = config
+        self.config, self.activation_checkpointing = config, False
         self.fc = Linear(config.feature_size, config.hidden_size, config)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
@@ -131,5 +136,9 @@ class Drafter(nn.Module):
         h = block_embeddings
         rotary = self.rotary(positions)
         for layer, key_value in zip(self.layers, context, strict=True):
-            h = layer(h, key_value, rotary, mask)
+            if self.activation_checkpointing:
+                # No dropout: there is no random state to bring back.
+                h = checkpoint(layer, h, key_value, rotary, mask, use_reentrant=False, preserve_rng_state=False)
+            else:
+                h = layer(h, key_value, rotary, mask)
         return self.norm(h)

@@ -72,6 +72,9 @@ class DFlashDeepSpeedStrategy(DeepSpeedStrategy):
             logging_batch_size_per_gpu=1,
             timeout=timedelta(minutes=timeout_minutes),
         )
+        self.stage = stage
+        # On the host too, torch's fused AdamW will do: DeepSpeed's own is compiled with g++ on first use.
+        self.config["zero_force_ds_cpu_optimizer"] = False
 
     @property
     def _on_cpu(self) -> bool:

@@ -46,6 +46,25 @@ def test_ours_and_a_straightforward_implementation_give_the_same_gradient(step_c
             assert difference < 1e-5 * expected[name].grad.norm(), name
 
 
+def test_activation_checkpointing_gives_the_same_gradient_bit_for_bit_from_less(step_cases, tmp_path):
+    shape = step_cases.SHAPES["tiny"]
+    cache = step_cases.write_random_cache(tmp_path / "cache", shape)
+    options = Namespace(dtype="bfloat16", device="cpu", clock="wall")
+    gradients, kept = [], []
+    for activation_checkpointing in (False, True):
+        training = step_cases.make_training("ours", shape, cache, options)
+        training.drafter.activation_checkpointing = activation_checkpointing
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: (saved.append(t.numel()), t)[1], lambda t: t
+        ):
+            training.add_gradient([0, 1], step_cases.Seconds())
+        gradients.append([parameter.grad for parameter in training.drafter.parameters()])
+        kept.append(sum(saved))
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    assert kept[1] < kept[0] / 2
+
+
 @pytest.mark.slow
 def test_the_benchmark_runs_and_names_what_it_measured(tmp_path):
     output = tmp_path / "results"

@@ -148,6 +148,7 @@ def from_cache(job, cache) -> Job:
 GIVEN = [
     *((2, strategy, 2) for strategy in ("ddp", "zero0", "zero1", "zero2", "zero3")),
     (2, "zero2", 1),
+    (2, "zero2+offload", 2),
     *((4, strategy, 1) for strategy in ("ddp", "zero0", "zero1", "zero2", "zero3")),
 ]
 DRAWN = ["zero2", "zero3"]

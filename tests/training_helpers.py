@@ -46,7 +46,7 @@ class RecordSteps(Logger):
 
 
 def make_trainer(strategy: str, **options) -> L.Trainer:
-    """A silent CPU trainer; ``strategy`` is plain (one process), ddp, or zero0 to zero3."""
+    """A silent CPU trainer; ``strategy`` is plain (one process), ddp, zero0 to zero3, or with +offload."""
     options = {
         "precision": "32-true",
         "max_epochs": -1,
@@ -57,7 +57,8 @@ def make_trainer(strategy: str, **options) -> L.Trainer:
     }
     return L.Trainer(
         accelerator="cpu",
-        strategy=LIGHTNING_NAMES.get(strategy) or DFlashDeepSpeedStrategy(stage=int(strategy[-1])),
+        strategy=LIGHTNING_NAMES.get(strategy)
+        or DFlashDeepSpeedStrategy(int(strategy[4]), offload_optimizer="+offload" in strategy),
         use_distributed_sampler=False,
         enable_progress_bar=False,
         enable_model_summary=False,
