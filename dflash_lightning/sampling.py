@@ -148,10 +148,33 @@ def draw(weights: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def make_scheme(
-    sampling: Sampling | None, *, proposals: Proposals = "argmax", seed: int = 0, device: torch.device | str = "cpu"
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    proposals: Proposals = "argmax",
+    seed: int = 0,
+    device: torch.device | str = "cpu",
 ) -> Scheme:
-    """Greedy without ``sampling``; else a scheme of its own random numbers, drawn on ``device`` from ``seed``."""
-    if sampling is None:
+    """The scheme for these settings, with random numbers of its own.
+
+    Args:
+        temperature: 0 takes the most likely token (greedy); above it, texts are sampled.
+        top_k: sample from the k most likely tokens only.
+        top_p: sample from the smallest set of most likely tokens that has this probability.
+        proposals: what the drafter proposes when sampling: its most likely tokens, or a sample.
+        seed: of the random numbers.
+        device: where they are drawn.
+
+    Raises:
+        ConfigError: a setting out of range, or one that greedy decoding would ignore.
+    """
+    if temperature == 0:
+        if top_k is not None or top_p != 1:
+            raise ConfigError(
+                f"temperature is 0, which takes the most likely token: top_k {top_k} and top_p {top_p} would have no "
+                "effect. Give a temperature above 0, or leave them out."
+            )
         return Greedy()
-    generator = torch.Generator(device).manual_seed(seed)
-    return {"argmax": ArgmaxProposals, "sampled": SampledProposals}[proposals](sampling, generator)
+    kind = {"argmax": ArgmaxProposals, "sampled": SampledProposals}[proposals]
+    return kind(Sampling(temperature, top_k, top_p), torch.Generator(device).manual_seed(seed))

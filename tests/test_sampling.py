@@ -90,7 +90,7 @@ def misfit(target, drafter, scheme, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_sampled_texts_follow_the_targets_distribution(target, drafter, proposals, name):
     sampling = SAMPLINGS[name]
-    scheme = make_scheme(sampling, proposals=proposals, seed=3)
+    scheme = make_scheme(**vars(sampling), proposals=proposals, seed=3)
     assert abs(misfit(target, drafter, scheme, exact_distribution(target, sampling))) < 4
 
 
@@ -119,7 +119,7 @@ def test_both_schemes_accept_and_reject(target, drafter):
 
 def test_a_seed_gives_one_text_and_another_seed_another(target, drafter):
     def text(seed, proposals):
-        scheme = make_scheme(Sampling(), proposals=proposals, seed=seed)
+        scheme = make_scheme(temperature=1.0, proposals=proposals, seed=seed)
         limits = {"max_new_tokens": 30, "stop_ids": ()}
         return speculative_decode(target, drafter, PROMPT, scheme=scheme, **limits).token_ids
 
@@ -131,14 +131,14 @@ def test_a_cold_temperature_is_greedy(target, drafter):
     limits = {"max_new_tokens": 30, "stop_ids": ()}
     expected = plain_decode(target, PROMPT, **limits).token_ids
     for proposals in ("argmax", "sampled"):
-        scheme = make_scheme(Sampling(temperature=1e-6), proposals=proposals)
+        scheme = make_scheme(temperature=1e-6, proposals=proposals)
         assert plain_decode(target, PROMPT, scheme=scheme, **limits).token_ids == expected
         assert speculative_decode(target, drafter, PROMPT, scheme=scheme, **limits).token_ids == expected
 
 
 def test_a_perfect_drafter_is_always_accepted():
     """With q equal to p nothing is rejected."""
-    scheme = make_scheme(Sampling(), proposals="sampled")
+    scheme = make_scheme(temperature=1.0, proposals="sampled")
     logits = torch.randn(50, 5, VOCABULARY)
     verified = scheme.verify(scheme.propose(logits[:, :4]), logits)
     assert verified.accepted.tolist() == [4] * 50
@@ -151,3 +151,8 @@ def test_a_perfect_drafter_is_always_accepted():
 def test_settings_out_of_range_are_refused(wrong, message):
     with pytest.raises(ConfigError, match=message):
         Sampling(**wrong)
+
+
+def test_settings_that_greedy_decoding_would_ignore_are_refused():
+    with pytest.raises(ConfigError, match="top_p 0[.]9 would have no effect"):
+        make_scheme(top_p=0.9)
