@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -27,7 +27,7 @@ from dflash_lightning.capture_job import CaptureJob, plan_capture
 from dflash_lightning.errors import ConfigError, DataError
 from dflash_lightning.prepared import PreparedSample
 from dflash_lightning.progress import say
-from dflash_lightning.target import Placement, load_first_layers
+from dflash_lightning.target import load_first_layers
 
 # Forwards that are timed, after one that isn't.
 TIMED_BATCHES = 3
@@ -38,19 +38,8 @@ def plan(
     data: Path,
     cache: str,
     json: bool = False,
-    limit: int | None = None,
-    target_layer_ids: list[int] | None = None,
-    num_tapped_layers: int = 5,
-    dtype: Literal["bfloat16", "float32"] = "bfloat16",
-    device: str = "auto",
-    device_map: Literal["auto"] | None = None,
-    max_memory: dict[int | str, str] | None = None,
-    batch_tokens: int = 4096,
-    shard_tokens: int = 32768,
-    storage: Storage = "4bit",
-    compression: Compression | None = None,
-    num_threads: int = 1,
     object_store: ObjectStoreSettings = ObjectStoreSettings(),  # noqa: B008
+    **settings: Any,
 ) -> None:
     """Show what a capture with these settings would take: tokens, bytes of each storage, free space and time.
 
@@ -62,37 +51,13 @@ def plan(
         data: folder that `prepare` wrote.
         cache: folder or URL where the cache is to lie.
         json: print one JSON object.
-        limit: take only so many samples.
-        target_layer_ids: layers to tap, 0-based. Default: spread evenly over the target.
-        num_tapped_layers: how many layers to tap when target_layer_ids is left out.
-        dtype: what the target computes in.
-        device: where the target runs: cpu, cuda:N, or auto, which takes this process's GPU if there is one.
-        device_map: auto spreads the target's layers over all GPUs of this process, then its memory, then the disk.
-        max_memory: what device_map may use, by device: {0: 70GiB, cpu: 100GiB}.
-        batch_tokens: tokens of a forward, padding included.
-        shard_tokens: tokens of a shard.
-        storage: how features are to be stored.
-        compression: what features are compressed with. Default: lz4 for bfloat16, none for packed ones.
-        num_threads: CPU threads.
         object_store: how to reach a cache that is a URL.
+        settings: of `plan_capture`.
 
     Raises:
         DataError, TargetError, ConfigError: as `capture`.
     """
-    job = plan_capture(
-        target,
-        data,
-        limit=limit,
-        target_layer_ids=target_layer_ids,
-        num_tapped_layers=num_tapped_layers,
-        dtype=dtype,
-        placement=Placement(device, device_map=device_map, max_memory=max_memory),
-        batch_tokens=batch_tokens,
-        shard_tokens=shard_tokens,
-        storage=storage,
-        compression=compression,
-        num_threads=num_threads,
-    )
+    job = plan_capture(target, data, **settings)
     if job.place.world_size > 1:
         raise ConfigError(f"a plan is made by one process, not by {job.place.world_size}; start it without torchrun.")
     free = open_store(cache, object_store).free_bytes()

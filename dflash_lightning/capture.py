@@ -8,7 +8,7 @@ leader of a group of processes that hold one large target together.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,14 +26,13 @@ from dflash_lightning.cache import (
     write_index,
 )
 from dflash_lightning.cache.space import check_space
-from dflash_lightning.cache.storage import Compression, Storage
 from dflash_lightning.capture_job import CaptureJob, plan_capture
 from dflash_lightning.distributed import leaders_value
 from dflash_lightning.errors import ConfigError
 from dflash_lightning.features import compute_features
 from dflash_lightning.prepared import PreparedSample
 from dflash_lightning.progress import say, track
-from dflash_lightning.target import Placement, load_first_layers
+from dflash_lightning.target import load_first_layers
 
 # Quarantined samples that are shown at the end.
 MAX_SHOWN = 10
@@ -106,21 +105,9 @@ def capture(
     target: str,
     data: Path,
     cache: str,
-    limit: int | None = None,
-    target_layer_ids: list[int] | None = None,
-    num_tapped_layers: int = 5,
-    dtype: Literal["bfloat16", "float32"] = "bfloat16",
-    device: str = "auto",
-    tensor_parallel_size: int = 1,
-    device_map: Literal["auto"] | None = None,
-    max_memory: dict[int | str, str] | None = None,
-    batch_tokens: int = 4096,
-    shard_tokens: int = 32768,
-    storage: Storage = "4bit",
-    compression: Compression | None = None,
-    num_threads: int = 1,
     max_quarantined: float = 0.01,
     object_store: ObjectStoreSettings = ObjectStoreSettings(),  # noqa: B008
+    **settings: Any,
 ) -> None:
     """Store the target's context features of prepared texts in a feature cache.
 
@@ -131,44 +118,17 @@ def capture(
         target: folder, hub name or .gguf file of the target.
         data: folder that `prepare` wrote.
         cache: folder or URL (s3://, gs://, az://) of the feature cache; a folder is made if missing.
-        limit: take only so many samples.
-        target_layer_ids: layers to tap, 0-based. Default: spread evenly over the target.
-        num_tapped_layers: how many layers to tap when target_layer_ids is left out.
-        dtype: what the target computes in.
-        device: where the target runs: cpu, cuda:N, or auto, which takes this process's GPU if there is one.
-        tensor_parallel_size: processes under torchrun that hold one target together, each a slice of every layer.
-        device_map: auto spreads the target's layers over all GPUs of this process, then its memory, then the disk.
-        max_memory: what device_map may use, by device: {0: 70GiB, cpu: 100GiB}.
-        batch_tokens: tokens of a forward, padding included.
-        shard_tokens: tokens of a shard, the unit that is redone after an interruption.
-        storage: how features are stored: bfloat16 as they are, or rounded to so many bits a value (docs/cache.md shows
-            what each costs and keeps).
-        compression: what features are compressed with, without loss. Default: lz4 for bfloat16, none for packed ones.
-        num_threads: CPU threads of each process, whatever its launcher allows. The last bits of the features depend on
-            it, so a cache has one number; to use more cores, run more processes.
         max_quarantined: share of the samples that may be left out because they can't be stored (NaN features and the
             like), 0 to 1; with more, the capture stops.
         object_store: how to reach a cache that is a URL.
+        settings: of `plan_capture`.
 
     Raises:
         DataError, TargetError, CacheError, ConfigError: each says what was found, what was expected and what to do.
     """
     if not 0 <= max_quarantined <= 1:
         raise ConfigError(f"max_quarantined is {max_quarantined}; expected a share from 0 to 1.")
-    job = plan_capture(
-        target,
-        data,
-        limit=limit,
-        target_layer_ids=target_layer_ids,
-        num_tapped_layers=num_tapped_layers,
-        dtype=dtype,
-        placement=Placement(device, tensor_parallel_size, device_map, max_memory),
-        batch_tokens=batch_tokens,
-        shard_tokens=shard_tokens,
-        storage=storage,
-        compression=compression,
-        num_threads=num_threads,
-    )
+    job = plan_capture(target, data, **settings)
     store, planned = open_store(cache, object_store), set(range(job.manifest.num_shards))
     begun = CacheManifest.exists(store)
     if not begun:  # a refusal leaves nothing behind

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -54,25 +55,48 @@ class CaptureJob:
 def plan_capture(
     target: str,
     data: Path,
-    *,
-    limit: int | None,
-    target_layer_ids: list[int] | None,
-    num_tapped_layers: int,
-    dtype: str,
-    placement: Placement,
-    batch_tokens: int,
-    shard_tokens: int,
-    storage: Storage,
-    compression: Compression | None,
-    num_threads: int,
+    limit: int | None = None,
+    target_layer_ids: list[int] | None = None,
+    num_tapped_layers: int = 5,
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    device: str = "auto",
+    tensor_parallel_size: int = 1,
+    device_map: Literal["auto"] | None = None,
+    max_memory: dict[int | str, str] | None = None,
+    batch_tokens: int = 4096,
+    shard_tokens: int = 32768,
+    storage: Storage = "4bit",
+    compression: Compression | None = None,
+    num_threads: int = 1,
 ) -> CaptureJob:
-    """Check settings, target and data, and plan the cache; nothing is written. For the settings see `capture`.
+    """Check settings, target and data, and plan the cache; nothing is written.
 
-    Sets the CPU threads of this process, and joins it with the others that share its target.
+    Sets the CPU threads of this process, and joins it with the others that share its target. The commands `capture` and
+    `cache plan` take these settings as theirs.
+
+    Args:
+        target: folder, hub name or .gguf file of the target.
+        data: folder that `prepare` wrote.
+        limit: take only so many samples.
+        target_layer_ids: layers to tap, 0-based. Default: spread evenly over the target.
+        num_tapped_layers: how many layers to tap when target_layer_ids is left out.
+        dtype: what the target computes in.
+        device: where the target runs: cpu, cuda:N, or auto, which takes this process's GPU if there is one.
+        tensor_parallel_size: processes under torchrun that hold one target together, each a slice of every layer.
+        device_map: auto spreads the target's layers over all GPUs of this process, then its memory, then the disk.
+        max_memory: what device_map may use, by device: {0: 70GiB, cpu: 100GiB}.
+        batch_tokens: tokens of a forward, padding included.
+        shard_tokens: tokens of a shard, the unit that is redone after an interruption.
+        storage: how features are stored: bfloat16 as they are, or rounded to so many bits a value (docs/cache.md shows
+            what each costs and keeps).
+        compression: what features are compressed with, without loss. Default: lz4 for bfloat16, none for packed ones.
+        num_threads: CPU threads of each process, whatever its launcher allows. The last bits of the features depend on
+            it, so a cache has one number; to use more cores, run more processes.
 
     Raises:
-        DataError, TargetError, ConfigError.
+        DataError, TargetError, ConfigError: each says what was found, what was expected and what to do.
     """
+    placement = Placement(device, tensor_parallel_size, device_map, max_memory)
     counts = {"batch_tokens": batch_tokens, "shard_tokens": shard_tokens, "num_threads": num_threads, "limit": limit}
     for name, value in counts.items():
         if value is not None and value < 1:
