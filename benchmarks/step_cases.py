@@ -78,6 +78,20 @@ SHAPES = {
         tokens=384,
         rows=2,
     ),
+    # A micro-batch of the paper's recipe; for a GPU.
+    "qwen3-4b": Shape(
+        hidden=2560,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        intermediate=9728,
+        vocab=151936,
+        layers=5,
+        block_size=16,
+        anchors=512,
+        tokens=3072,
+        rows=1,
+    ),
 }
 
 
