@@ -1,6 +1,7 @@
 """The training steps that train_step.py measures: ours and a straightforward one, on random samples of one cache."""
 
 import argparse
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
+import lightning as L
 import numpy as np
 import torch
 from reference_drafter import ReferenceDrafter
@@ -267,3 +269,25 @@ def make_optimizer(parameters) -> torch.optim.AdamW:
 def make_training(case: str, shape: Shape, cache: FeatureCache, options: argparse.Namespace) -> Training:
     dtype, clock = getattr(torch, options.dtype), CLOCKS[options.clock]
     return CASES[case](shape, cache, dtype=dtype, device=options.device, clock=clock)
+
+
+def memory_in_bytes(name: str) -> int:
+    return 1024 * int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+
+
+def restart_peak_memory() -> int:
+    """Let VmHWM begin anew; returns the memory in use now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory_in_bytes("VmRSS")
+
+
+class PeakMemory(L.Callback):
+    """By how many MB training raised the memory of the process: gradients, optimizer state and activations."""
+
+    rise = 0.0
+
+    def on_train_start(self, *_) -> None:
+        self._before = restart_peak_memory()
+
+    def on_train_end(self, *_) -> None:
+        self.rise = (memory_in_bytes("VmHWM") - self._before) / 1e6

@@ -19,19 +19,32 @@ SDPA too, and takes `--peak-tflops` to state MFU.
 
 import argparse
 import json
-import re
 import statistics
 import tempfile
+import time
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from step_cases import CASES, CLOCKS, MASK_TOKEN_ID, SHAPES, STEPS_IN_CACHE, Shape, make_training, write_random_cache
+from step_cases import (
+    CASES,
+    CLOCKS,
+    MASK_TOKEN_ID,
+    SHAPES,
+    STEPS_IN_CACHE,
+    PeakMemory,
+    Shape,
+    make_training,
+    memory_in_bytes,
+    restart_peak_memory,
+    write_random_cache,
+)
 from torch import Tensor
 
 from dflash_lightning.blocks import build_blocks, sample_anchors
@@ -58,16 +71,11 @@ def measure_memory(case: str, shape: Shape, folder: Path, options: argparse.Name
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     else:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        before = memory_in_bytes("VmRSS")
+        before = restart_peak_memory()
     for _ in range(2):
         trained.step()
     peak = torch.cuda.max_memory_allocated() if options.device == "cuda" else memory_in_bytes("VmHWM")
     return (peak - before) / 1e6
-
-
-def memory_in_bytes(name: str) -> int:
-    return 1024 * int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
 
 
 def count_flops(shape: Shape, cache: FeatureCache) -> dict[str, float]:
@@ -173,8 +181,7 @@ def compare(shape: Shape, options: argparse.Namespace, *, with_memory: bool, **l
 
 def fit_job(options: argparse.Namespace) -> list[dict]:
     """The quickstart's `fit` on a given cache: 2 layers, blocks of 8, 24 anchors, 4 samples a step, AdamW, bfloat16."""
-    with tempfile.TemporaryDirectory() as folder:
-        before = memory_in_bytes("VmRSS")
+    with tempfile.TemporaryDirectory() as folder, patch.object(time, "perf_counter", CLOCKS[options.clock]):
         command = fit(
             [
                 *("--config", "conf/quickstart.yaml", "--model.target", options.target, "--data.cache", options.cache),
@@ -188,11 +195,13 @@ def fit_job(options: argparse.Namespace) -> list[dict]:
                     "false",
                 ),
                 *("--trainer.enable_checkpointing", "false", "--trainer.enable_progress_bar", "false"),
-                "--trainer.callbacks=[{class_path: callbacks.Throughput}]",
+                "--trainer.callbacks=[{class_path: callbacks.Throughput}, {class_path: step_cases.PeakMemory}]",
             ]
         )
-        values = {name.removeprefix("perf/"): value.item() for name, value in command.trainer.callback_metrics.items()}
-    return [{"case": "fit", **values, "rise_of_peak_memory_mb": (memory_in_bytes("VmHWM") - before) / 1e6}]
+    (memory,) = (callback for callback in command.trainer.callbacks if isinstance(callback, PeakMemory))
+    metrics = command.trainer.callback_metrics
+    values = {name.removeprefix("perf/"): value.item() for name, value in metrics.items() if name.startswith("perf/")}
+    return [{"case": "fit", "clock": options.clock, **values, "rise_of_peak_memory_mb": memory.rise}]
 
 
 def show(results: list[dict], console: Console) -> None:

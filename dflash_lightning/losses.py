@@ -123,7 +123,7 @@ def linear_cross_entropy(hidden: Tensor, head: Tensor, labels: Tensor) -> tuple[
     """Cross entropy of each row under a frozen head, without ever holding all logits.
 
     torch's own ``linear_cross_entropy`` (2.13) also works in chunks, but doesn't tell whether the label came first, and
-    casts the head to float32 on CPU: docs/training.md has the figures.
+    casts the head to float32 on CPU: docs/training.md compares them.
 
     Args:
         hidden: [M, H]; the gradient flows here only.

@@ -105,3 +105,11 @@ def test_peak_memory_of_the_loss_grows_with_the_chunk_and_not_with_the_slots():
     assert 0.9 * chunk < many < 1.3 * chunk
     assert many < few + 5
     assert half < few - 0.4 * chunk
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_the_loss_runs():
+    lines = benchmark(
+        "linear_cross_entropy.py", "--slots", 8, "--hidden", 32, "--vocab", 272, "--turns", 1
+    ).splitlines()
+    assert [json.loads(line)["form"] for line in lines] == ["ours", "torch", "whole"]
