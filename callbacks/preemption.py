@@ -21,8 +21,8 @@ class SaveOnSignal(Checkpoint):  # so that Lightning calls it last, when the ste
     All ranks stop after the same step, whichever of them the signal reached first: they ask each other once a step. The
     checkpoint takes the place of the newest one, that is, of the ModelCheckpoint that monitors nothing.
 
-    Lightning has a handler of its own under SLURM. It saves in the middle of whatever each rank is doing, and its
-    checkpoint is preferred at each later start, however old it has become. This callback takes its place.
+    Lightning has a handler of its own under SLURM. It saves in the middle of whatever each rank is doing, and a
+    later start that is given no checkpoint goes on from its, unasked. This callback takes its place.
     """
 
     def __init__(self) -> None:
