@@ -18,6 +18,7 @@ from dflash_lightning.blocks import sample_anchors
 from dflash_lightning.cache import FeatureCache, ObjectStoreSettings, Sample, SampleReader, StagingSettings, open_store
 from dflash_lightning.cache.packing import PackedFeatures
 from dflash_lightning.errors import ConfigError
+from dflash_lightning.exact_resume import shift_counts
 from dflash_lightning.module import ContextBatch
 
 
@@ -132,10 +133,7 @@ class ResumableLoader(DataLoader):
             batches = taken // self.sampler.world_size
         self._taken = batches  # also for a checkpoint that is saved before the next batch
         self.sampler.start = batches % len(self.sampler)
-        counts = self.progress.current
-        ahead = batches - counts.ready
-        for name in ("ready", "started", "processed", "completed"):
-            setattr(counts, name, getattr(counts, name) + ahead)
+        shift_counts(self.progress.current, batches - self.progress.current.ready)
 
     def _check_same_plan(self, taken: int, made_for: dict[str, Any]) -> None:
         plan = self.sampler.planner.identity()

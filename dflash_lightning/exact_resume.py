@@ -7,6 +7,7 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loops.progress import _ProcessedTracker as ProcessedTracker
 from torch import distributed
 
 from dflash_lightning.errors import CheckpointError
@@ -30,6 +31,12 @@ def restore_random_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def shift_counts(counts: ProcessedTracker, by: int) -> None:
+    """Let Lightning have counted ``by`` more batches."""
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(counts, name, getattr(counts, name) + by)
 
 
 class ExactResume(Callback):
@@ -58,6 +65,9 @@ class ExactResume(Callback):
         # Here, as what is set up before draws, too.
         if trainer.global_rank < len(self._restored):
             restore_random_state(self._restored[trainer.global_rank])
+        # Of one rank, which has other micro-batches a step on another number of ranks; val_check_interval goes by it.
+        total = trainer.fit_loop.epoch_loop.batch_progress.total
+        shift_counts(total, trainer.global_step * trainer.accumulate_grad_batches - total.ready)
         _make_up_for_validation(trainer)
         for saver in trainer.checkpoint_callbacks:
             # Else every_n_train_steps would save once more after the first micro-batch, inside the next step.

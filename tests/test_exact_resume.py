@@ -89,8 +89,8 @@ RANKS = (1, 3, 4)
 @pytest.fixture(scope="module")
 def job_of_12(llama_folder, tmp_path_factory):
     """Five steps of 12 micro-batches, 3 steps an epoch."""
-    cache = write_random_cache(tmp_path_factory.mktemp("cache") / "cache", llama_folder, 45)
-    data = {"cache": str(cache), "batch_tokens": 75, "num_anchors": 3, "validation_fraction": 0.0}
+    cache = write_random_cache(tmp_path_factory.mktemp("cache") / "cache", llama_folder, 47)
+    data = {"cache": str(cache), "batch_tokens": 75, "num_anchors": 3, "validation_fraction": 0.05}
     return make_job(llama_folder, data=data, max_steps=5, strategy="zero2")
 
 
@@ -143,6 +143,18 @@ def steps_of(outcomes: list[TracedOutcome]) -> dict[int, list]:
             content = [micro_batch[key] for key in ("samples", "anchors", "learning rate")]
             steps.setdefault(micro_batch["step"], []).append(content)
     return {step: sorted(contents) for step, contents in steps.items()}
+
+
+@pytest.mark.usefixtures("process_group")
+def test_validations_stay_at_their_steps_on_another_number_of_ranks(job_of_12, by_two):
+    every_second_step = {"val_check_interval": 2 * MICRO_BATCHES, "check_val_every_n_epoch": None}
+    whole = on_ranks(job_of_12, 1).run(**every_second_step)
+    resume = by_two[1] / "zero2" / "step=1.ckpt"
+    resumed = on_ranks(stranger(job_of_12), 1, resume=resume).run(**every_second_step)
+    assert len(whole.validation) == 2
+    assert whole.validation[0]["val/loss"] != pytest.approx(whole.validation[1]["val/loss"], rel=1e-3)
+    for found, expected in zip(resumed.validation, whole.validation, strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.usefixtures("process_group")
