@@ -115,6 +115,11 @@ def gather_when_all_are_done(mine: T, group: distributed.ProcessGroup, timeout: 
     return values
 
 
+def is_of_lost_rank(error: Exception) -> bool:
+    """Whether a collective failed. NCCL's own errors have a type; gloo's only name the file that they come from."""
+    return isinstance(error, distributed.DistError) or "gloo/transport" in str(error)
+
+
 def leaders_value(value: T) -> T:
     """The group leader's `value`, in every member."""
     if not distributed.is_initialized():

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from torch import distributed
 
 from datamodules import FeatureCacheDataModule
+from dflash_lightning.distributed import is_of_lost_rank
 from dflash_lightning.errors import ConfigError, DFlashError, LostRankError
 from dflash_lightning.module import DFlashModule
 from dflash_lightning.resume import OneStart, choose_start
@@ -76,7 +77,7 @@ def fit(arguments: Sequence[str]) -> FitCLI:
             raise mistake from None
         raise
     except RuntimeError as error:
-        if not _lost_a_rank(error):
+        if not is_of_lost_rank(error):
             raise
         raise LostRankError(
             f"rank {distributed.get_rank()} lost another process of the run: {error}\nIts own log says why it ended; "
@@ -85,11 +86,6 @@ def fit(arguments: Sequence[str]) -> FitCLI:
     except SIGTERMException as stop:
         # Lightning would exit with 0, as if training had finished.
         raise SystemExit(128 + signal.SIGTERM) from stop
-
-
-def _lost_a_rank(error: RuntimeError) -> bool:
-    """Whether a collective failed. NCCL's own errors have a type; gloo's only name the file that they come from."""
-    return isinstance(error, distributed.DistError) or "gloo/transport" in str(error)
 
 
 def _users_mistake(error: BaseException) -> DFlashError | None:

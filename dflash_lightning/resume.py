@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from dflash_lightning.checkpoints import open_checkpoint
 from dflash_lightning.errors import CheckpointError, ConfigError
@@ -43,12 +44,14 @@ def choose_start(resume: str, trainer: L.Trainer) -> Start:
         trainer: the trainer that is to go on.
 
     Raises:
-        CheckpointError: the given checkpoint doesn't exist, or isn't complete.
+        CheckpointError: the given checkpoint doesn't exist or isn't complete, or the chosen one is of another kind of
+            strategy.
         ConfigError: `auto`, and a ModelCheckpoint has no fixed folder.
     """
     if resume != AUTO:
         path = Path(resume)
         step = _open(path)["global_step"]
+        _check_kind(path, trainer)
         return Start(path, f"resume: {path}, step {step}")
     folders = _checkpoint_folders(trainer)
     complete, incomplete = _search(folders)
@@ -56,6 +59,7 @@ def choose_start(resume: str, trainer: L.Trainer) -> Start:
     if not complete:
         return Start(None, f"resume: no checkpoint in {', '.join(map(str, folders))}, a new start{passed_over}")
     newest = max(complete, key=lambda path: (complete[path], str(path)))
+    _check_kind(newest, trainer)
     return Start(newest, f"resume: {newest}, step {complete[newest]}{passed_over}")
 
 
@@ -86,10 +90,24 @@ def _search(folders: Iterable[Path]) -> tuple[dict[Path, int], list[Path]]:
     return complete, incomplete
 
 
-def _open(path: Path) -> dict:
-    """What a checkpoint holds, also where only a kill kept it from having its name."""
+def _place(path: Path) -> Path:
+    """Where a checkpoint lies, also where only a kill kept it from having its name."""
     replaced = path.with_name(path.name + REPLACED)
-    return open_checkpoint(replaced if replaced.exists() and not path.exists() else path)
+    return replaced if replaced.exists() and not path.exists() else path
+
+
+def _open(path: Path) -> dict:
+    return open_checkpoint(_place(path))
+
+
+def _check_kind(path: Path, trainer: L.Trainer) -> None:
+    """Refuse a checkpoint of DeepSpeed, a folder, without DeepSpeed, and the other way round."""
+    sharded, name = _place(path).is_dir(), type(trainer.strategy).__name__
+    if sharded != isinstance(trainer.strategy, DeepSpeedStrategy):
+        raise CheckpointError(
+            f"{path} was written {'under' if sharded else 'without'} DeepSpeed, and trainer.strategy is {name}, which "
+            "can't read it. Go on with the strategy that it was written under."
+        )
 
 
 class OneStart(Callback):

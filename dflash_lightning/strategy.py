@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 
 from dflash_lightning import universal
 from dflash_lightning.checkpoints import open_checkpoint, optimizer_shards
+from dflash_lightning.distributed import is_of_lost_rank
 from dflash_lightning.durable import sync_folder, sync_tree
 from dflash_lightning.errors import CheckpointError, ConfigError
 from dflash_lightning.resume import PARTIAL, REPLACED, take_back
@@ -28,7 +29,7 @@ LAYOUTS = {0: "whole", 1: "sharded optimizer", 2: "sharded optimizer", 3: "shard
 
 
 class DFlashDeepSpeedStrategy(DeepSpeedStrategy):
-    """Lightning's DeepSpeed strategy with five differences.
+    """Lightning's DeepSpeed strategy with six differences.
 
     - It runs on CPU (gloo), for tests and for machines without a GPU.
     - A micro-batch's loss is divided by the accumulation steps once. Lightning divides before DeepSpeed divides again,
@@ -124,6 +125,8 @@ class DFlashDeepSpeedStrategy(DeepSpeedStrategy):
         try:
             super().save_checkpoint(checkpoint, partial, storage_options)
         except (OSError, RuntimeError) as error:  # torch's writer turns "no space left" into a RuntimeError
+            if is_of_lost_rank(error):  # ranks meet while they save, and one of them ended
+                raise
             free = shutil.disk_usage(final.parent).free
             shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(

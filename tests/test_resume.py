@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from dflash_lightning.checkpoints import CHECKPOINT_KEY
 from dflash_lightning.errors import CheckpointError, ConfigError
 from dflash_lightning.resume import OneStart, choose_start, take_back
+from dflash_lightning.strategy import DFlashDeepSpeedStrategy
 
 
 def write_checkpoint(path: Path, step: int, *, ranks: int = 2) -> Path:
@@ -25,9 +26,15 @@ def write_checkpoint(path: Path, step: int, *, ranks: int = 2) -> Path:
     return path
 
 
-def trainer_that_saves_to(*folders: Path | None) -> L.Trainer:
+def trainer_that_saves_to(*folders: Path | None, strategy: str | None = None) -> L.Trainer:
     savers = [ModelCheckpoint(folder, monitor=f"metric {i}") for i, folder in enumerate(folders)]
-    return L.Trainer(accelerator="cpu", logger=False, callbacks=savers, enable_checkpointing=bool(savers))
+    return L.Trainer(
+        accelerator="cpu",
+        strategy=strategy or DFlashDeepSpeedStrategy(),
+        logger=False,
+        callbacks=savers,
+        enable_checkpointing=bool(savers),
+    )
 
 
 def test_the_newest_step_of_all_folders_is_found_whatever_the_times_of_the_files(tmp_path):
@@ -97,6 +104,20 @@ def test_what_can_not_be_resumed_is_refused(tmp_path):
         choose_start("auto", trainer_that_saves_to())
     with pytest.raises(ConfigError, match="has no dirpath"):
         choose_start("auto", trainer_that_saves_to(tmp_path, None))
+
+
+def test_a_checkpoint_of_another_kind_of_strategy_is_refused(tmp_path):
+    folder, file = write_checkpoint(tmp_path / "sharded" / "last.ckpt", 3), tmp_path / "whole" / "last.ckpt"
+    file.parent.mkdir()
+    torch.save({"global_step": 3, CHECKPOINT_KEY: {}}, file)
+    for path, strategy, message in (
+        (folder, "ddp", "written under DeepSpeed, and trainer.strategy is DDPStrategy"),
+        (file, None, "written without DeepSpeed, and trainer.strategy is DFlashDeepSpeedStrategy"),
+    ):
+        trainer = trainer_that_saves_to(path.parent, strategy=strategy)
+        for resume in ("auto", str(path)):
+            with pytest.raises(CheckpointError, match=message):
+                choose_start(resume, trainer)
 
 
 def test_a_rank_that_sees_another_checkpoint_stops_the_run(monkeypatch, tmp_path):

@@ -63,6 +63,15 @@ def test_a_full_disk_is_one_message_and_costs_no_older_checkpoint(strategy, monk
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
 
 
+def test_a_rank_that_is_lost_while_saving_is_not_taken_for_a_full_disk(strategy, monkeypatch, tmp_path):
+    def lost(_path):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer")
+
+    written_by(monkeypatch, lost)
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        strategy.save_checkpoint({}, tmp_path / "last.ckpt")
+
+
 def test_an_unknown_stage_is_refused():
     with pytest.raises(ConfigError, match="ZeRO stage is 4"):
         DFlashDeepSpeedStrategy(stage=4)
