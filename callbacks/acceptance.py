@@ -136,11 +136,11 @@ class DecodedAcceptance(Callback):
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:
         if trainer.sanity_checking:
             return
+        # Else ModelCheckpoint would take an older one. Set here and not logged: the loggers would draw it.
+        trainer.callback_metrics["decode/tau"] = torch.tensor(math.nan)
         if trainer.global_step - self._last_step >= self.every_n_steps and self._has_time(trainer):
             values = self._decode(trainer, pl_module)
         else:
-            # Set here and not logged: the loggers would draw it.
-            trainer.callback_metrics["decode/tau"] = torch.tensor(math.nan)
             values = self._time()
         # Every rank has the same values, but for its clock.
         pl_module.log_dict(values, sync_dist=True)

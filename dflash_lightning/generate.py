@@ -65,13 +65,13 @@ def generate(
     console.print()
     plain = plain_decode(model, token_ids, **limits)
     seconds, plain_seconds = (r.prefill_seconds + r.decode_seconds for r in (run, plain))
-    speed, plain_speed_here = len(run.token_ids) / seconds, len(plain.token_ids) / plain_seconds
+    speed, plain_speed = len(run.token_ids) / seconds, len(plain.token_ids) / plain_seconds
     equality = ""
     if not sampling.get("temperature"):  # a sampled text has no one text to be equal to
         equality = f"; text {'equal to' if run.token_ids == plain.token_ids else 'differs from'} plain greedy"
     console.print(
         f"{len(run.token_ids)} tokens in {len(run.committed)} rounds, acceptance length tau "
-        f"{show_number(pooled_tau([run.committed]))}; {speed:.1f} tokens/s, plain {plain_speed_here:.1f}: "
-        f"{speed / plain_speed_here:.2f}x{equality if not sampling.get('temperature') else ''}",
+        f"{show_number(pooled_tau([run.committed]))}; {speed:.1f} tokens/s, plain {plain_speed:.1f}: "
+        f"{speed / plain_speed:.2f}x{equality}",
         highlight=False,
     )

@@ -170,10 +170,10 @@ def make_scheme(
         ConfigError: a setting out of range, or one that greedy decoding would ignore.
     """
     if temperature == 0:
-        if top_k is not None or top_p != 1:
+        if top_k is not None or top_p != 1 or proposals != "argmax":
             raise ConfigError(
-                f"temperature is 0, which takes the most likely token: top_k {top_k} and top_p {top_p} would have no "
-                "effect. Give a temperature above 0, or leave them out."
+                f"temperature is 0, which takes the most likely token: top_k {top_k}, top_p {top_p} and proposals "
+                f"{proposals} would have no effect. Give a temperature above 0, or leave them out."
             )
         return Greedy()
     kind = {"argmax": ArgmaxProposals, "sampled": SampledProposals}[proposals]

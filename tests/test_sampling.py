@@ -154,5 +154,10 @@ def test_settings_out_of_range_are_refused(wrong, message):
 
 
 def test_settings_that_greedy_decoding_would_ignore_are_refused():
-    with pytest.raises(ConfigError, match=r"top_p 0\.9 would have no effect"):
-        make_scheme(top_p=0.9)
+    for ignored, named in (
+        ({"top_p": 0.9}, r"top_p 0\.9"),
+        ({"top_k": 5}, "top_k 5"),
+        ({"proposals": "sampled"}, "s sam"),
+    ):
+        with pytest.raises(ConfigError, match=f"{named}.* would have no effect"):
+            make_scheme(**ignored)
