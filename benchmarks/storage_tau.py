@@ -84,7 +84,8 @@ class SampledHead:
         used = torch.cat([torch.from_numpy(cache.read(i).input_ids) for i in range(len(cache))]).unique().long()
         self.others = torch.ones(len(head), dtype=torch.bool).scatter(0, used, False).nonzero()[:, 0]
         self.place = torch.zeros(len(head), dtype=torch.long).scatter(0, used, torch.arange(len(used)))
-        self.bias = torch.cat((torch.zeros(len(used)), torch.full((negatives,), len(self.others) / negatives).log()))
+        drawn_stand_for = torch.full((negatives,), len(self.others) / max(1, negatives))
+        self.bias = torch.cat((torch.zeros(len(used)), drawn_stand_for.log()))
         self.used, self.generator = used, torch.Generator().manual_seed(seed)
 
     def score(self, hidden: Tensor, blocks: Blocks) -> SlotResults:

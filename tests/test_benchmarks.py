@@ -53,11 +53,12 @@ def test_packing_steps(plain_cache):
 @pytest.mark.slow
 def test_storage_tau(plain_cache, llama_folder, tmp_path):
     arguments = ("--target", llama_folder, "--cache", plain_cache, "--output", tmp_path / "results", "--seeds", 0)
-    size = ("--steps", 2, "--prompts", 2, "--negatives", 16)
-    benchmark("storage_tau.py", *arguments, *size, "--storages", "bfloat16", "2bit")
-    benchmark("storage_tau.py", *arguments, *size, "--storages", "2bit", "1bit")
+    size = ("--steps", 2, "--prompts", 2, "--negatives")
+    benchmark("storage_tau.py", *arguments, *size, 16, "--storages", "bfloat16", "2bit")
+    benchmark("storage_tau.py", *arguments, *size, 16, "--storages", "2bit", "1bit")
+    benchmark("storage_tau.py", *arguments, *size, 0, "--storages", "bfloat16")
     results = [json.loads(line) for line in (tmp_path / "results").read_text().splitlines()]
-    assert [result["storage"] for result in results] == ["bfloat16", "2bit", "1bit"]
+    assert [result["storage"] for result in results] == ["bfloat16", "2bit", "1bit", "bfloat16"]
     assert all(1 <= result["tau"] <= 8 for result in results)
 
 
