@@ -62,12 +62,13 @@ class FrozenTarget:
             for name, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
         ]
         copies: dict[Tensor, Tensor] = {}  # a tied weight is copied once
-        for module, name, tensor in on_host:
-            if tensor not in copies:
-                copy = tensor.to(self._device)
-                copies[tensor] = nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
-            setattr(module, name, copies[tensor])
         try:
+            for module, name, tensor in on_host:
+                if tensor not in copies:
+                    copy = tensor.to(self._device)
+                    is_weight = isinstance(tensor, nn.Parameter)
+                    copies[tensor] = nn.Parameter(copy, requires_grad=False) if is_weight else copy
+                setattr(module, name, copies[tensor])
             yield self._model
         finally:
             for module, name, tensor in on_host:

@@ -19,7 +19,8 @@ class SaveOnSignal(Checkpoint):  # so that Lightning calls it last, when the ste
     """On SIGUSR1, saves a checkpoint after the current optimizer step and ends the run with exit code 75.
 
     All ranks stop after the same step, whichever of them the signal reached first: they ask each other once a step. The
-    checkpoint takes the place of the newest one, that is, of the ModelCheckpoint that monitors nothing.
+    checkpoint goes where the ModelCheckpoint that monitors nothing saves, under the name that it would give: with a
+    fixed `filename` (`last`) it takes the place of the newest one.
 
     Lightning has a handler of its own under SLURM. It saves in the middle of whatever each rank is doing, and a
     later start that is given no checkpoint goes on from its, unasked. This callback takes its place.

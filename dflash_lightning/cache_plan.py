@@ -57,6 +57,11 @@ def plan(
     Raises:
         DataError, TargetError, ConfigError: as `capture`.
     """
+    if (size := settings.get("tensor_parallel_size", 1)) > 1:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, and a plan is made by one process. Leave it out: tokens and bytes don't "
+            "depend on it; if the target doesn't fit one device, give device_map auto."
+        )
     job = plan_capture(target, data, **settings)
     if job.place.world_size > 1:
         raise ConfigError(f"a plan is made by one process, not by {job.place.world_size}; start it without torchrun.")

@@ -8,6 +8,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from dflash_lightning.drafter import Drafter, KeyValue
 from dflash_lightning.errors import ConfigError
+from dflash_lightning.features import input_device
 
 
 class Context:
@@ -61,8 +62,14 @@ class Context:
 
     def _run_target(self, input_ids: Tensor, positions: Tensor, visible: Tensor, **options) -> Tensor:
         mask = visible.long() if self._has_holes else None
+        device = input_device(self.target)
         output = self.target(
-            input_ids, attention_mask=mask, position_ids=positions, cache=self._target_cache, use_cache=True, **options
+            input_ids.to(device),
+            attention_mask=mask if mask is None else mask.to(device),
+            position_ids=positions.to(device),
+            cache=self._target_cache,
+            use_cache=True,
+            **options,
         )
         return output.logits.to(self.drafter.device)
 
@@ -91,7 +98,7 @@ class Context:
         config = self.drafter.config
         block = anchors.new_full((len(anchors), config.block_size), config.mask_token_id)
         block[:, 0] = anchors
-        embeddings = self.target.get_input_embeddings()(block).to(self.drafter.device)
+        embeddings = self.target.get_input_embeddings()(block.to(input_device(self.target))).to(self.drafter.device)
         mask = self._visible(config.block_size)[:, None, None] if self._has_holes else None
         hidden = self.drafter(embeddings, self._next_positions(config.block_size), self._drafter_cache, mask)
         return self.target.get_output_embeddings()(hidden[:, 1:]).to(self.drafter.device)

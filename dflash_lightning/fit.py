@@ -48,12 +48,11 @@ class FitCLI(LightningCLI):
     def fit(self, model: DFlashModule, datamodule: FeatureCacheDataModule) -> None:
         """Train from the chosen start."""
         check_trainer(self.trainer)  # before Lightning starts processes
-        checkpoint, resume = None, self.config_init["fit"]["resume"]
-        if resume is not None:
-            checkpoint, message = choose_start(resume, self.trainer)
-            rank_zero_info(message)
-        self.trainer.callbacks.append(OneStart(checkpoint))
-        self.trainer.fit(model, datamodule=datamodule, ckpt_path=checkpoint)
+        start = choose_start(self.config_init["fit"]["resume"], self.trainer)
+        if start.message:
+            rank_zero_info(start.message)
+        self.trainer.callbacks.append(OneStart(start))
+        self.trainer.fit(model, datamodule=datamodule, ckpt_path=start.checkpoint)
 
 
 def fit(arguments: Sequence[str]) -> FitCLI:

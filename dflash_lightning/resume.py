@@ -21,10 +21,12 @@ class Start(NamedTuple):
 
     Attributes:
         checkpoint: the checkpoint to go on from; None to start anew.
-        message: what to tell the user about it.
+        step: how many optimizer steps it has behind it.
+        message: what to tell the user about it; empty where there is nothing to tell.
     """
 
     checkpoint: Path | None
+    step: int
     message: str
 
 
@@ -35,12 +37,12 @@ def take_back(checkpoint: Path) -> None:
         replaced.rename(checkpoint)
 
 
-def choose_start(resume: str, trainer: L.Trainer) -> Start:
+def choose_start(resume: str | None, trainer: L.Trainer) -> Start:
     """Where to start, from what lies in the checkpoint folders; nothing is written, so that ranks may do it each.
 
     Args:
         resume: the path of a checkpoint, or `auto`: the newest complete one among the folders that the trainer's
-            ModelCheckpoint callbacks write to, or a new start where there is none.
+            ModelCheckpoint callbacks write to, or a new start where there is none. None: a new start.
         trainer: the trainer that is to go on.
 
     Raises:
@@ -48,19 +50,31 @@ def choose_start(resume: str, trainer: L.Trainer) -> Start:
             strategy.
         ConfigError: `auto`, and a ModelCheckpoint has no fixed folder.
     """
+    if resume is None:
+        return _new_start(trainer, "")
     if resume != AUTO:
         path = Path(resume)
         step = _open(path)["global_step"]
         _check_kind(path, trainer)
-        return Start(path, f"resume: {path}, step {step}")
+        return Start(path, step, f"resume: {path}, step {step}")
     folders = _checkpoint_folders(trainer)
     complete, incomplete = _search(folders)
     passed_over = f"; passed over as incomplete: {', '.join(path.name for path in incomplete)}" if incomplete else ""
     if not complete:
-        return Start(None, f"resume: no checkpoint in {', '.join(map(str, folders))}, a new start{passed_over}")
+        return _new_start(trainer, f"resume: no checkpoint in {', '.join(map(str, folders))}, a new start{passed_over}")
     newest = max(complete, key=lambda path: (complete[path], str(path)))
     _check_kind(newest, trainer)
-    return Start(newest, f"resume: {newest}, step {complete[newest]}{passed_over}")
+    return Start(newest, complete[newest], f"resume: {newest}, step {complete[newest]}{passed_over}")
+
+
+def _new_start(trainer: L.Trainer, message: str) -> Start:
+    """Refuses a folder in which Lightning under SLURM would find a checkpoint of its own, and load it unasked."""
+    if found := sorted(Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt")):
+        raise CheckpointError(
+            f"the training would start anew, but under SLURM Lightning would load {found[-1]}, which it saved at an "
+            f"earlier signal. Go on from it with --resume {found[-1]}, or remove it."
+        )
+    return Start(None, 0, message)
 
 
 def _checkpoint_folders(trainer: L.Trainer) -> list[Path]:
@@ -113,18 +127,21 @@ def _check_kind(path: Path, trainer: L.Trainer) -> None:
 class OneStart(Callback):
     """Refuses a training in which one rank would start elsewhere than the others."""
 
-    def __init__(self, checkpoint: Path | None):
+    def __init__(self, start: Start):
         """
         Args:
-            checkpoint: what this rank found.
+            start: what this rank found.
         """
-        self.checkpoint = checkpoint
+        self.start = start
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:  # noqa: ARG002
-        first = trainer.strategy.broadcast(self.checkpoint)
-        if self.checkpoint != first:
+        first = trainer.strategy.broadcast(self.start)
+        if self.start[:2] != first[:2]:
             raise CheckpointError(
-                f"rank {trainer.global_rank} would start from {self.checkpoint or 'the beginning'}, rank 0 from "
-                f"{first or 'the beginning'}. All ranks must see the same checkpoint folders: put them on a file "
-                "system that all nodes share."
+                f"rank {trainer.global_rank} would start from {_named(self.start)}, rank 0 from {_named(first)}. All "
+                "ranks must see the same checkpoint folders: put them on a file system that all nodes share."
             )
+
+
+def _named(start: Start) -> str:
+    return f"{start.checkpoint}, step {start.step}" if start.checkpoint else "the beginning"

@@ -78,6 +78,11 @@ def leading(agree: Tensor) -> Tensor:
     return agree.cumprod(dim=1).sum(dim=1)
 
 
+def verify_by_equality(proposals: Tensor, tokens: Tensor) -> Verified:
+    """Accept the leading proposals [R, B - 1] that equal the target's own ``tokens`` [R, B]."""
+    return Verified(tokens, leading(proposals == tokens[:, :-1]))
+
+
 class Greedy:
     """The most likely token, always."""
 
@@ -88,36 +93,39 @@ class Greedy:
         return logits.argmax(dim=-1)
 
     def verify(self, proposals: Tensor, logits: Tensor) -> Verified:
-        tokens = self.choose(logits)
-        return Verified(tokens, leading(proposals == tokens[:, :-1]))
+        return verify_by_equality(proposals, self.choose(logits))
 
 
-class ArgmaxProposals(Greedy):
+class _Sampled:
+    """Draws from the target's distribution, with random numbers of its own."""
+
+    def __init__(self, sampling: Sampling, generator: torch.Generator):
+        self.sampling, self.generator = sampling, generator
+
+    def choose(self, logits: Tensor) -> Tensor:
+        return draw(self.sampling.probabilities(logits), self.generator)
+
+
+class ArgmaxProposals(_Sampled):
     """Samples from the target; proposes the drafter's most likely tokens.
 
     The target draws a token at every slot. What it draws is committed, so that the distribution is the target's
     whatever was proposed; a draw that equals the proposal lets the next slot's draw count as well.
     """
 
-    def __init__(self, sampling: Sampling, generator: torch.Generator):
-        self.sampling, self.generator = sampling, generator
+    def propose(self, logits: Tensor) -> Tensor:
+        return logits.argmax(dim=-1)
 
-    def choose(self, logits: Tensor) -> Tensor:
-        return draw(self.sampling.probabilities(logits), self.generator)
+    def verify(self, proposals: Tensor, logits: Tensor) -> Verified:
+        return verify_by_equality(proposals, self.choose(logits))
 
 
-class SampledProposals:
+class SampledProposals(_Sampled):
     """Samples from the target; proposals are samples too, and one is accepted with probability min(1, p / q).
 
     p and q are the target's and the drafter's distributions. At the first rejection the token is drawn from what p has
     more than q.
     """
-
-    def __init__(self, sampling: Sampling, generator: torch.Generator):
-        self.sampling, self.generator = sampling, generator
-
-    def choose(self, logits: Tensor) -> Tensor:
-        return draw(self.sampling.probabilities(logits), self.generator)
 
     def propose(self, logits: Tensor) -> Tensor:
         self._drafted = self.sampling.probabilities(logits)

@@ -29,7 +29,8 @@ class StepGuard(Callback):
 
     All ranks see the same summed gradient, so that they decide alike. Such a step changes neither weights nor moments,
     and the learning rate stays where it is; ``trainer.global_step`` counts it, as its batches are used up. Logged are
-    ``train/grad_norm`` (of the latest step, before clipping) and ``train/skipped_steps`` (so far, over resumes too).
+    ``train/grad_norm`` (of the latest step, before clipping; with Muon of its update) and ``train/skipped_steps`` (so
+    far, over resumes too).
 
     Attributes:
         skipped_steps: steps left out so far.

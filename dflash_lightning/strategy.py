@@ -59,6 +59,9 @@ class DFlashDeepSpeedStrategy(DeepSpeedStrategy):
         """
         if stage not in (0, 1, 2, 3):
             raise ConfigError(f"ZeRO stage is {stage}; expected 0, 1, 2 or 3.")
+        for name, value in (("timeout_minutes", timeout_minutes), ("bucket_size", bucket_size)):
+            if not value > 0:
+                raise ConfigError(f"{name} of the strategy is {value}; expected more than 0.")
         if stage == 0 and (offload_optimizer or bucket_size != DEFAULT_BUCKET_SIZE):
             raise ConfigError(
                 "offload_optimizer and bucket_size have no effect at ZeRO stage 0, which shards nothing. Leave them "
@@ -161,10 +164,11 @@ class DFlashDeepSpeedStrategy(DeepSpeedStrategy):
         recut = path.with_name(path.name + universal.SUFFIX)
         self._on_first_rank(lambda: universal.write_universal(path, recut))
         self.deepspeed_engine._config.load_universal_checkpoint = True
-        state = super().load_checkpoint(recut, weights_only)
-        self.deepspeed_engine._config.load_universal_checkpoint = False
-        self._on_first_rank(lambda: shutil.rmtree(recut))
-        return state
+        try:
+            return super().load_checkpoint(recut, weights_only)
+        finally:
+            self.deepspeed_engine._config.load_universal_checkpoint = False
+            self._on_first_rank(lambda: shutil.rmtree(recut))
 
     def _check_layout(self, path: Path) -> None:
         """Refuse a ZeRO stage whose files DeepSpeed would take for none at all, and start with an empty optimizer."""

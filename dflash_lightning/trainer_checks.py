@@ -67,6 +67,11 @@ def check_steps_are_whole(trainer: L.Trainer) -> None:
         ConfigError: with what to set instead.
     """
     accumulation = trainer.accumulate_grad_batches
+    if not hasattr(trainer, "val_check_interval"):  # Lightning sets it to numbers only
+        raise ConfigError(
+            "trainer.val_check_interval is a time: each rank would validate by its own clock, in the middle of steps. "
+            "Give a number of micro-batches, or a share of the epoch."
+        )
     if trainer.num_training_batches % accumulation:
         raise ConfigError(
             f"trainer.limit_train_batches leaves {trainer.num_training_batches} micro-batches of each rank in an "

@@ -64,8 +64,10 @@ def save_target(model, folder: Path) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread():
-    # Tiny tensors: a second thread only waits, and on a busy machine makes the tests many times slower.
+    # Tiny tensors: a second thread only waits, and on a busy machine makes the tests many times slower. Processes that
+    # the tests start inherit it.
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,6 +7,9 @@ from typing import Any
 
 from helpers import MASK_TOKEN_ID
 
+# Seconds until something is taken to hang; a busy machine needs minutes for what takes seconds.
+PATIENCE = 600
+
 
 def checkpoints(folder: Path, filename: str, **when: Any) -> dict[str, Any]:
     """A ModelCheckpoint that keeps one file of this name."""
@@ -61,9 +64,9 @@ def fit_config(target: Path, cache: Path, folder: Path, callbacks: list[dict[str
     }
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
+def wait_for(condition: Callable[[], bool]) -> None:
     """Look until it holds."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "it never came to that"
         time.sleep(0.01)

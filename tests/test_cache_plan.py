@@ -10,7 +10,7 @@ from dflash_lightning.cache import FeatureCache, describe
 from dflash_lightning.cache.storage import STORAGES
 from dflash_lightning.cache.store import LocalFolder
 from dflash_lightning.cli import run
-from dflash_lightning.errors import CacheError
+from dflash_lightning.errors import CacheError, ConfigError
 
 
 @pytest.fixture
@@ -77,3 +77,9 @@ def test_a_plan_bears_samples_that_a_capture_would_quarantine(llama_folder, tmp_
     data = write_texts(tmp_path / "data", llama_folder, samples)
     run([*plan_arguments(llama_folder, data, tmp_path / "cache"), "--json"])
     assert json.loads(capsys.readouterr().out)["samples"] == 6
+
+
+def test_a_plan_for_tensor_parallelism_is_refused(data, llama_folder, tmp_path):
+    arguments = plan_arguments(llama_folder, data, tmp_path / "cache", "--tensor-parallel-size", "2")
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 2, and a plan is made by one process"):
+        run(arguments)

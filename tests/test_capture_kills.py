@@ -136,7 +136,7 @@ def test_torchrun_killed_twice_then_finished_by_one_process(arguments, undisturb
 
 
 def wait_until(condition) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

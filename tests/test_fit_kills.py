@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from command_client import CommandServer, kill, meeting_place
-from fit_helpers import checkpoints, fit_config, identity
+from fit_helpers import PATIENCE, checkpoints, fit_config, identity
 from resume_helpers import write_random_cache
 
 from dflash_lightning.checkpoints import SHARDS, open_checkpoint
@@ -99,7 +99,7 @@ def step_of(checkpoint: Path) -> int:
 def wait_for_a_moment(last: Path, draw: random.Random) -> None:
     """Until a drawn number of checkpoints was saved or another one is half-written, and a drawn time longer."""
     moment, wanted, partial = draw.choice(["start", "saved", "half"]), draw.choice([1, 2]), Path(f"{last}.partial")
-    before, saved, deadline = identity(last), 0, time.monotonic() + 120
+    before, saved, deadline = identity(last), 0, time.monotonic() + PATIENCE
     while moment != "start" and not (saved >= wanted and (moment == "saved" or partial.exists())):
         assert time.monotonic() < deadline
         now = identity(last)

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import torch
 import yaml
 from cache_helpers import stored_files
 from capture_helpers import capture_arguments, random_texts, write_texts
-from fit_helpers import checkpoints, fit_config, identity, wait_for
+from fit_helpers import PATIENCE, checkpoints, fit_config, identity, wait_for
 
 from dflash_lightning.checkpoints import read_training_checkpoint
 from dflash_lightning.cli import run
@@ -22,9 +21,9 @@ from dflash_lightning.resume import take_back
 
 SCRIPT = Path(__file__).parents[1] / "conf" / "cluster" / "torchrun.sh"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-TIMEOUT_SECONDS = 12
+TIMEOUT_SECONDS = 30
 # Until the launcher has reported the worker's error, on a busy machine.
-MARGIN_SECONDS = 60
+MARGIN_SECONDS = 300
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +67,6 @@ class Nodes:
                     **os.environ,
                     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
                     "GLOO_SOCKET_IFNAME": port,
-                    "OMP_NUM_THREADS": "1",
                 },
                 stderr=subprocess.PIPE,
                 text=True,
@@ -80,7 +78,8 @@ class Nodes:
         """A command on both hosts, to its end."""
         processes = self.start(*command)
         for process in processes:
-            assert process.wait(300) == 0, process.stderr.read()
+            errors = process.communicate(timeout=PATIENCE)[1]
+            assert process.returncode == 0, errors
 
     def worker(self, node: int) -> int:
         """The process that a host's launcher has started."""
@@ -144,12 +143,10 @@ def last_step(checkpoint: Path) -> int:
 
 
 def expect_lost_rank(process: subprocess.Popen, within: float) -> None:
-    started = time.monotonic()
     errors = process.communicate(timeout=within)[1]
     assert process.returncode == 1, errors  # the launcher's
     assert "lost another process of the run" in errors
     assert "--resume auto" in errors
-    assert time.monotonic() - started < within
 
 
 def test_a_lost_host_ends_the_other_and_a_restart_goes_on_exactly(nodes, cache, llama_folder, tmp_path):

@@ -89,7 +89,7 @@ def capture_in_groups(target, data, cache, processes) -> str:
         *("--cache", str(cache), "--tensor-parallel-size", "2"),
         *(f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()),
     ]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from capture_helpers import capture_arguments, random_texts, write_texts
-from fit_helpers import checkpoints, fit_config, identity, wait_for
+from fit_helpers import PATIENCE, checkpoints, fit_config, identity, wait_for
 
 from dflash_lightning.checkpoints import read_training_checkpoint
 from dflash_lightning.cli import run
@@ -77,19 +77,21 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(llama_folder, cache,
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     launch += ["-m", "dflash_lightning", "fit", "--resume", "auto", "--config"]
-    subprocess.run([*launch, str(write_config(llama_folder, cache, undisturbed, devices=2))], check=True, timeout=300)
+    subprocess.run(
+        [*launch, str(write_config(llama_folder, cache, undisturbed, devices=2))], check=True, timeout=PATIENCE
+    )
 
     command = [*launch, str(write_config(llama_folder, cache, disturbed, devices=2))]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     wait_for((disturbed / "checkpoints" / "last.ckpt").exists)
     worker = psutil.Process(process.pid).children()[1]
     worker.send_signal(signal.SIGUSR1)
-    errors = process.communicate(timeout=300)[1]
+    errors = process.communicate(timeout=PATIENCE)[1]
     assert process.returncode == 1, errors  # the launcher's
     assert "exitcode  : 75" in errors  # of the first; the launcher ends the second if it is still on its way out
     assert newest(disturbed).step < 40
 
-    subprocess.run(command, check=True, timeout=300)
+    subprocess.run(command, check=True, timeout=PATIENCE)
     assert_same_weights(undisturbed, disturbed)
 
 
@@ -115,14 +117,14 @@ def test_the_slurm_script_queues_a_stopped_training_again(llama_folder, cache, t
     environment = {**os.environ, **TASK, "REQUEUED": str(requeued)}
     last = folder / "checkpoints" / "last.ckpt"
 
-    first = subprocess.run(command, env={**environment, "SIGNAL_AFTER": str(last)}, check=False, timeout=300)
+    first = subprocess.run(command, env={**environment, "SIGNAL_AFTER": str(last)}, check=False, timeout=PATIENCE)
     assert first.returncode == 75
     assert requeued.read_text() == "requeue 81\n"
     assert newest(folder).step < 40
     assert not list(folder.glob("hpc_ckpt*"))  # Lightning's own way
 
     before = identity(last)
-    subprocess.run(command, env=environment, check=True, timeout=300)
+    subprocess.run(command, env=environment, check=True, timeout=PATIENCE)
     assert newest(folder).step == 40
     assert identity(last) != before
     assert requeued.read_text() == "requeue 81\n"

@@ -47,10 +47,9 @@ def test_a_killed_run_goes_on_and_gives_the_same_data(llama_folder, tmp_path):
     prepare(str(llama_folder), path, tmp_path / "whole", **SETTINGS)
     arguments = (str(llama_folder), str(path), str(tmp_path / "killed"))
     code = f"from dflash_lightning.prepare import prepare; prepare(*{arguments!r}, **{SETTINGS!r})"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     written = tmp_path / "killed" / "journal.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not (written.exists() and written.read_bytes().count(b"\n") > 3):
         assert process.poll() is None, "it ended before it could be killed"
         assert time.monotonic() < deadline

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dflash_lightning.checkpoints import CHECKPOINT_KEY
 from dflash_lightning.errors import CheckpointError, ConfigError
-from dflash_lightning.resume import OneStart, choose_start, take_back
+from dflash_lightning.resume import OneStart, Start, choose_start, take_back
 from dflash_lightning.strategy import DFlashDeepSpeedStrategy
 
 
@@ -26,7 +26,7 @@ def write_checkpoint(path: Path, step: int, *, ranks: int = 2) -> Path:
     return path
 
 
-def trainer_that_saves_to(*folders: Path | None, strategy: str | None = None) -> L.Trainer:
+def trainer_that_saves_to(*folders: Path | None, strategy: str | None = None, **options) -> L.Trainer:
     savers = [ModelCheckpoint(folder, monitor=f"metric {i}") for i, folder in enumerate(folders)]
     return L.Trainer(
         accelerator="cpu",
@@ -34,6 +34,7 @@ def trainer_that_saves_to(*folders: Path | None, strategy: str | None = None) ->
         logger=False,
         callbacks=savers,
         enable_checkpointing=bool(savers),
+        **options,
     )
 
 
@@ -46,7 +47,7 @@ def test_the_newest_step_of_all_folders_is_found_whatever_the_times_of_the_files
     write_checkpoint(tmp_path / "best" / "step=9-tau=2.80.ckpt", 9)
     write_checkpoint(tmp_path / "last" / "last.ckpt", 10)
     (tmp_path / "last" / "notes.txt").write_text("not a checkpoint")
-    assert choose_start("auto", trainer) == (newest, f"resume: {newest}, step 12")
+    assert choose_start("auto", trainer) == (newest, 12, f"resume: {newest}, step 12")
 
 
 DAMAGES = {
@@ -73,11 +74,11 @@ def test_a_half_written_checkpoint_is_never_taken_and_never_hides_a_good_one(tmp
     if half.exists():
         with pytest.raises(CheckpointError, match=r"step=20\.ckpt"):
             choose_start(str(half), trainer)
-    checkpoint, message = choose_start("auto", trainer)
+    checkpoint, _, message = choose_start("auto", trainer)
     assert checkpoint is None
     assert "a new start; passed over as incomplete: step=20.ckpt" in message
     good = write_checkpoint(tmp_path / "last.ckpt", 10)
-    checkpoint, message = choose_start("auto", trainer)
+    checkpoint, _, message = choose_start("auto", trainer)
     assert checkpoint == good
     assert "step 10; passed over as incomplete: step=20.ckpt" in message
     assert choose_start(str(good), trainer).checkpoint == good
@@ -122,7 +123,18 @@ def test_a_checkpoint_of_another_kind_of_strategy_is_refused(tmp_path):
 
 def test_a_rank_that_sees_another_checkpoint_stops_the_run(monkeypatch, tmp_path):
     trainer = trainer_that_saves_to(tmp_path)
-    monkeypatch.setattr(trainer.strategy, "broadcast", lambda _mine: Path("last.ckpt"))
-    OneStart(Path("last.ckpt")).setup(trainer, None, "fit")
-    with pytest.raises(CheckpointError, match=r"rank 0 would start from the beginning, rank 0 from last.ckpt"):
-        OneStart(None).setup(trainer, None, "fit")
+    first = Start(Path("last.ckpt"), 4, "resume")
+    monkeypatch.setattr(trainer.strategy, "broadcast", lambda _mine: first)
+    OneStart(first).setup(trainer, None, "fit")
+    for other, named in ((Start(None, 0, ""), "the beginning"), (first._replace(step=2), "last.ckpt, step 2")):
+        with pytest.raises(CheckpointError, match=f"would start from {named}, rank 0 from last.ckpt, step 4"):
+            OneStart(other).setup(trainer, None, "fit")
+
+
+def test_a_checkpoint_that_lightning_would_load_unasked_is_refused(tmp_path):
+    trainer = trainer_that_saves_to(tmp_path / "checkpoints", default_root_dir=tmp_path)
+    assert choose_start(None, trainer) == (None, 0, "")
+    (tmp_path / "hpc_ckpt_3.ckpt").mkdir()
+    for resume in (None, "auto"):
+        with pytest.raises(CheckpointError, match=r"would load .*hpc_ckpt_3.ckpt"):
+            choose_start(resume, trainer)

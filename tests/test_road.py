@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from fit_helpers import checkpoints, fit_config, wait_for
+from fit_helpers import PATIENCE, checkpoints, fit_config, wait_for
 from helpers import load_tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -153,7 +153,7 @@ def test_two_ranks_decode_their_share_of_the_prompts(road, llama_folder, tmp_pat
     file = tmp_path / "fit.yaml"
     file.write_text(yaml.safe_dump(config))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run([*launch, "-m", "dflash_lightning", "fit", "--config", str(file)], check=True, timeout=300)
+    subprocess.run([*launch, "-m", "dflash_lightning", "fit", "--config", str(file)], check=True, timeout=PATIENCE)
     reports = [json.loads(line) for line in (tmp_path / "logs" / "decoding.jsonl").read_text().splitlines()]
     assert [report["step"] for report in reports] == [0, 2, 4]
     assert all(report["lossless"] == {"prompts": 4, "identical": 4, "ties": 0} for report in reports)

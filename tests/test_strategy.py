@@ -75,3 +75,9 @@ def test_a_rank_that_is_lost_while_saving_is_not_taken_for_a_full_disk(strategy,
 def test_an_unknown_stage_is_refused():
     with pytest.raises(ConfigError, match="ZeRO stage is 4"):
         DFlashDeepSpeedStrategy(stage=4)
+
+
+@pytest.mark.parametrize("name", ["timeout_minutes", "bucket_size"])
+def test_a_setting_out_of_range_is_refused(name):
+    with pytest.raises(ConfigError, match=f"{name} of the strategy is 0; expected more than 0"):
+        DFlashDeepSpeedStrategy(**{name: 0})

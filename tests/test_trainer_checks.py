@@ -7,7 +7,7 @@ from test_distributed import SRUN_TASK, TORCHRUN
 
 from dflash_lightning.errors import ConfigError
 from dflash_lightning.strategy import DFlashDeepSpeedStrategy
-from dflash_lightning.trainer_checks import check_trainer
+from dflash_lightning.trainer_checks import check_steps_are_whole, check_trainer
 
 
 def trainer(**options) -> L.Trainer:
@@ -69,3 +69,9 @@ def test_devices_and_nodes_are_those_of_the_launcher(monkeypatch, environment, o
     else:
         with pytest.raises(ConfigError, match=message):
             check_trainer(made)
+
+
+def test_validations_by_the_clock_are_refused():
+    by_the_clock = trainer(val_check_interval="00:00:10:00")
+    with pytest.raises(ConfigError, match="is a time: each rank would validate by its own clock"):
+        check_steps_are_whole(by_the_clock)
