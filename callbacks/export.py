@@ -1,5 +1,6 @@
 """Exports the best checkpoint when training ends."""
 
+import shutil
 from pathlib import Path
 
 import lightning as L
@@ -8,13 +9,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from dflash_lightning.errors import ConfigError
 from dflash_lightning.export import check_free, export, parse_formats
+from dflash_lightning.export.card import METADATA_FILE
 
 
 class ExportDrafter(Callback):
     """Writes the best checkpoint as folders that servers load, one a format, on rank 0 at the end of `fit`.
 
     "Best" is what the trainer's first `ModelCheckpoint` monitors. That the folders are free is checked before the first
-    step, so that hours of training don't end in a refusal.
+    step, so that hours of training don't end in a refusal. A training that is resumed replaces what it exported before.
     """
 
     def __init__(self, dirpath: str, formats: str = "zlab,transformers"):
@@ -33,15 +35,24 @@ class ExportDrafter(Callback):
         if _best(trainer) is None:
             raise ConfigError("ExportDrafter exports the best checkpoint; add a ModelCheckpoint to the callbacks.")
         if trainer.is_global_zero:
-            for name in self._names:
-                check_free(self.dirpath / name)
+            for folder in self._not_ours(trainer):
+                check_free(folder)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
         best = _best(trainer).best_model_path
         if not best:
             rank_zero_warn("ExportDrafter: no checkpoint was saved, so nothing is exported.")
         elif trainer.is_global_zero:
+            free = self._not_ours(trainer)
+            for folder in (self.dirpath / name for name in self._names):
+                if folder not in free:
+                    shutil.rmtree(folder)
             export(Path(best), self.dirpath, self.formats)
+
+    def _not_ours(self, trainer: L.Trainer) -> list[Path]:
+        """The folders to make, but for those that an earlier end of this training has made."""
+        folders = [self.dirpath / name for name in self._names]
+        return [folder for folder in folders if not (trainer.ckpt_path and (folder / METADATA_FILE).is_file())]
 
 
 def _best(trainer: L.Trainer) -> ModelCheckpoint | None:

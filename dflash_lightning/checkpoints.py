@@ -25,7 +25,10 @@ WEIGHTS_PREFIX = "drafter."
 # Where `DFlashModule` puts what an export needs besides the weights.
 CHECKPOINT_KEY = "dflash"
 # What torch and DeepSpeed raise for files that are cut short, missing, or not theirs.
-UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, pickle.UnpicklingError)
+UNREADABLE = (
+    *(OSError, ValueError, LookupError, RuntimeError, EOFError, pickle.UnpicklingError),
+    *(ImportError, AttributeError),  # pickled by a package that isn't here
+)
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ def open_checkpoint(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise CheckpointError(f"There is no checkpoint at {path}; expected a `.ckpt` folder or file that `fit` wrote.")
     state = _load_folder(path) if path.is_dir() else _load(path, path)
-    if CHECKPOINT_KEY not in state:
+    if CHECKPOINT_KEY not in state or "global_step" not in state:
         raise CheckpointError(
             f"{path} is a checkpoint of something else: it has no {CHECKPOINT_KEY!r} entry, which "
             "`dflash-lightning fit` writes. Give a checkpoint of a drafter."

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
-from torch import distributed
 
 from datamodules import FeatureCacheDataModule
-from dflash_lightning.distributed import is_of_lost_rank
+from dflash_lightning.distributed import is_of_lost_rank, launched_place
 from dflash_lightning.errors import ConfigError, DFlashError, LostRankError
 from dflash_lightning.module import DFlashModule
-from dflash_lightning.resume import OneStart, choose_start
+from dflash_lightning.resume import OneStart, check_same_run, choose_start
 from dflash_lightning.trainer_checks import check_trainer
 
 # Said by the libraries about each other; nothing that a user could act on.
@@ -22,7 +21,6 @@ HARMLESS_WARNINGS = (
     r".*`isinstance\(treespec, LeafSpec\)` is deprecated.*",
     r".*is not supported by the model summary.*",
     r"Checkpoint directory .* exists and is not empty.*",
-    r".*Experiment logs directory .* exists and is not empty.*",
     r".*`torch.jit.script_method` is deprecated.*",
     r".*The '(train|val)_dataloader' does not have many workers.*",
 )
@@ -51,6 +49,10 @@ class FitCLI(LightningCLI):
         start = choose_start(self.config_init["fit"]["resume"], self.trainer)
         if start.message:
             rank_zero_info(start.message)
+        if start.checkpoint is not None:
+            check_same_run(start.checkpoint, model.making(), self.trainer)
+            if start.step >= self.trainer.max_steps:
+                rank_zero_info(f"nothing is left to train: trainer.max_steps is {self.trainer.max_steps}")
         self.trainer.callbacks.append(OneStart(start))
         self.trainer.fit(model, datamodule=datamodule, ckpt_path=start.checkpoint)
 
@@ -79,7 +81,7 @@ def fit(arguments: Sequence[str]) -> FitCLI:
         if not is_of_lost_rank(error):
             raise
         raise LostRankError(
-            f"rank {distributed.get_rank()} lost another process of the run: {error}\nIts own log says why it ended; "
+            f"rank {launched_place().rank} lost another process of the run: {error}\nIts own log says why it ended; "
             "without a log its machine or network failed. Start all processes again with --resume auto."
         ) from error
     except SIGTERMException as stop:

@@ -6,6 +6,7 @@ from typing import Any, NotRequired, TypedDict
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn.functional import embedding
 from torch.optim.lr_scheduler import LambdaLR
@@ -169,6 +170,17 @@ class DFlashModule(L.LightningModule):
 
     def on_train_start(self) -> None:
         check_steps_are_whole(self.trainer)
+        self._keep_to_settings(self.lr_schedulers())
+
+    def _keep_to_settings(self, schedule: LambdaLR) -> None:
+        """After a resume, take the learning rates of this run's settings rather than the checkpoint's."""
+        if schedule.base_lrs == self._peaks:
+            return
+        rank_zero_info(f"peak learning rate: {schedule.base_lrs} in the checkpoint, {self._peaks} from here on")
+        schedule.base_lrs = self._peaks
+        factor = self.optimizer_settings.scale(schedule.last_epoch, self.trainer.max_steps)
+        for group, peak in zip(schedule.optimizer.param_groups, self._peaks, strict=True):
+            group["initial_lr"], group["lr"] = peak, peak * factor
 
     def _score(self, batch: ContextBatch) -> tuple[SlotResults, Blocks]:
         return score_batch(self.drafter, batch, self._frozen["embedding"], self._frozen["head"])
@@ -218,13 +230,18 @@ class DFlashModule(L.LightningModule):
         settings = self.optimizer_settings
         optimizer = make_optimizer(self.drafter, settings)
         schedule = LambdaLR(optimizer, lambda step: settings.scale(step, max_steps))
+        self._peaks = list(schedule.base_lrs)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """What an export needs besides the weights."""
-        checkpoint[CHECKPOINT_KEY] = {
+    def making(self) -> dict[str, Any]:
+        """What this run makes, and of what: what an export needs besides the weights, and a resume compares."""
+        return {
             "drafter": self.drafter_config.to_dict(),
             "target": vars(self.target_identity),
             "target_path": self.target_name,
+            "muon": self.optimizer_settings.muon is not None,
             "code_version": __version__,
         }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[CHECKPOINT_KEY] = self.making()

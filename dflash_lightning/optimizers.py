@@ -23,7 +23,7 @@ class MuonSettings:
     momentum: float = 0.95
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
+        if not 0 < self.lr < math.inf:
             raise ConfigError(f"muon lr is {self.lr}; expected a positive number.")
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"muon momentum is {self.momentum}; expected 0 to below 1.")
@@ -45,8 +45,13 @@ class OptimizerSettings:
     """Given, the matrices are trained by Muon."""
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
+        if not 0 < self.lr < math.inf:
             raise ConfigError(f"lr is {self.lr}; expected a positive number.")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"betas are {self.betas}; expected two numbers from 0 to below 1.")
+        for name in ("eps", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected 0 or more.")
         if not 0 <= self.warmup_ratio < 1:
             raise ConfigError(f"warmup_ratio is {self.warmup_ratio}; expected 0 to below 1.")
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from dflash_lightning.checkpoints import open_checkpoint
+from dflash_lightning.checkpoints import CHECKPOINT_KEY, open_checkpoint
 from dflash_lightning.errors import CheckpointError, ConfigError
 
 # What follows the name of a checkpoint that is being written, and of the older one while the new one takes its place.
@@ -52,6 +52,8 @@ def choose_start(resume: str | None, trainer: L.Trainer) -> Start:
     """
     if resume is None:
         return _new_start(trainer, "")
+    if not resume:
+        raise ConfigError("--resume is empty; expected auto or the path of a checkpoint.")
     if resume != AUTO:
         path = Path(resume)
         step = _open(path)["global_step"]
@@ -121,6 +123,32 @@ def _check_kind(path: Path, trainer: L.Trainer) -> None:
         raise CheckpointError(
             f"{path} was written {'under' if sharded else 'without'} DeepSpeed, and trainer.strategy is {name}, which "
             "can't read it. Go on with the strategy that it was written under."
+        )
+
+
+def check_same_run(path: Path, making: dict[str, Any], trainer: L.Trainer) -> None:
+    """Refuse to go on from the checkpoint of a run that trains another drafter, or the same one in another way.
+
+    Args:
+        making: of this run, see `DFlashModule.making`.
+
+    Raises:
+        CheckpointError: listing every field that differs, with both values.
+    """
+    state = _open(path)
+    there, here = (
+        {**run["drafter"], "muon": run["muon"], "weights of the target": run["target"]["weights_sha256"]}
+        for run in (state[CHECKPOINT_KEY], making)
+    )
+    if "ds_config" in state:
+        there["precision"] = "bf16-mixed" if state["ds_config"].get("bf16", {}).get("enabled") else "32-true"
+        here["precision"] = str(trainer.precision)
+    differing = [name for name in here if here[name] != there.get(name)]
+    if differing:
+        lines = "".join(f"\n  {name}: checkpoint {there.get(name)}, this run {here[name]}" for name in differing)
+        raise CheckpointError(
+            f"{path} is of a run that differs from this one:{lines}\nGo on with its settings, or start anew in another "
+            "folder."
         )
 
 

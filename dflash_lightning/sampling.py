@@ -4,6 +4,7 @@ Every scheme keeps the target's distribution (spec.md section 4; arXiv 2211.1719
 greedy decoding, and a sampled one is a draw from the target at the same temperature, top-k and top-p.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from dflash_lightning.errors import ConfigError
 
+# Logits divided by less may overflow float32.
+LEAST_TEMPERATURE = 1e-6
 Proposals = Literal["argmax", "sampled"]
 
 
@@ -26,8 +29,10 @@ class Sampling:
     """Only the smallest set of most likely tokens that has this probability."""
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ConfigError(f"temperature is {self.temperature}; expected more than 0 to sample.")
+        if not LEAST_TEMPERATURE <= self.temperature < math.inf:
+            raise ConfigError(
+                f"temperature is {self.temperature}; expected 0 (the most likely token), or {LEAST_TEMPERATURE} and up."
+            )
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"top_k is {self.top_k}; expected at least 1.")
         if not 0 < self.top_p <= 1:
@@ -184,5 +189,7 @@ def make_scheme(
                 f"{proposals} would have no effect. Give a temperature above 0, or leave them out."
             )
         return Greedy()
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"seed is {seed}; expected 0 to 2**63 - 1.")
     kind = {"argmax": ArgmaxProposals, "sampled": SampledProposals}[proposals]
     return kind(Sampling(temperature, top_k, top_p), torch.Generator(device).manual_seed(seed))

@@ -46,7 +46,12 @@ def _check_precision(trainer: L.Trainer) -> None:
 def _check_world(trainer: L.Trainer) -> None:
     place = launched_place()
     if place.world_size == 1 and not TorchElasticEnvironment.detect():
-        return  # started by hand, or by Lightning
+        if trainer.num_nodes > 1:
+            raise ConfigError(
+                f"trainer.num_nodes is {trainer.num_nodes}, but this process was started by hand and would wait for "
+                "the others in vain. Start it on every node by torchrun or srun (conf/cluster/), or set it to 1."
+            )
+        return  # by hand, or by Lightning on this machine
     devices, nodes = trainer.num_devices, trainer.num_nodes
     if (devices * nodes, nodes) != (place.world_size, place.num_nodes):
         per_node = place.world_size // place.num_nodes

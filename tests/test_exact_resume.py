@@ -66,6 +66,15 @@ def test_a_validation_that_was_due_at_the_stop_is_made_up_for(job, tmp_path):
         assert_bitwise(resumed, whole, done, f"stop after {done} steps")
 
 
+@pytest.mark.usefixtures("process_group")
+def test_a_changed_learning_rate_holds_after_a_resume(job, tmp_path):
+    whole = replace(job, save_to=tmp_path).run()
+    twice = replace(job.optimizer, lr=2 * job.optimizer.lr)
+    resumed = replace(job, resume=tmp_path / "step=3.ckpt", optimizer=twice).run()
+    rates = [[micro_batch["learning rate"] for micro_batch in run.micro_batches] for run in (whole, resumed)]
+    assert rates[1] == pytest.approx([2 * rate for rate in rates[0][6:]])
+
+
 class SaveAfterEachMicroBatch(L.Callback):
     def __init__(self, path):
         self.path = path

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dflash_lightning.checkpoints import CHECKPOINT_KEY
 from dflash_lightning.errors import CheckpointError, ConfigError
-from dflash_lightning.resume import OneStart, Start, choose_start, take_back
+from dflash_lightning.resume import OneStart, Start, check_same_run, choose_start, take_back
 from dflash_lightning.strategy import DFlashDeepSpeedStrategy
 
 
@@ -138,3 +138,38 @@ def test_a_checkpoint_that_lightning_would_load_unasked_is_refused(tmp_path):
     for resume in (None, "auto"):
         with pytest.raises(CheckpointError, match=r"would load .*hpc_ckpt_3.ckpt"):
             choose_start(resume, trainer)
+
+
+MAKING = {"drafter": {"num_layers": 2, "block_size": 4}, "muon": False, "target": {"weights_sha256": "a"}}
+
+
+def test_a_checkpoint_of_another_run_is_refused_by_field(tmp_path):
+    path = write_checkpoint(tmp_path / "last.ckpt", 3)
+    weights = path / "checkpoint" / "mp_rank_00_model_states.pt"
+    ds_config = {"bf16": {"enabled": False}}
+    torch.save({**torch.load(weights), CHECKPOINT_KEY: MAKING, "ds_config": ds_config}, weights)
+    trainer = trainer_that_saves_to(tmp_path)
+    check_same_run(path, MAKING, trainer)
+    other = {"drafter": {"num_layers": 2, "block_size": 8}, "muon": True, "target": {"weights_sha256": "b"}}
+    with pytest.raises(CheckpointError) as refusal:
+        check_same_run(path, other, trainer)
+    for line in ("block_size: checkpoint 4, this run 8", "muon: checkpoint False, this run True", "target: checkpoint"):
+        assert line in str(refusal.value)
+    assert "num_layers" not in str(refusal.value)
+    torch.save({**torch.load(weights), "ds_config": {"bf16": {"enabled": True}}}, weights)
+    with pytest.raises(CheckpointError, match="precision: checkpoint bf16-mixed, this run 32-true"):
+        check_same_run(path, MAKING, trainer)
+
+
+def test_a_file_that_another_package_pickled_is_passed_over(tmp_path):
+    good = write_checkpoint(tmp_path / "good.ckpt", 3)
+    (tmp_path / "foreign.ckpt").write_bytes(b"cnowhere\nClass\n.")
+    torch.save({CHECKPOINT_KEY: {}}, tmp_path / "stepless.ckpt")
+    start = choose_start("auto", trainer_that_saves_to(tmp_path))
+    assert start.checkpoint == good
+    assert start.message.endswith("passed over as incomplete: foreign.ckpt, stepless.ckpt")
+
+
+def test_an_empty_path_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="--resume is empty"):
+        choose_start("", trainer_that_saves_to(tmp_path))

@@ -146,7 +146,11 @@ def test_a_perfect_drafter_is_always_accepted():
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [({"temperature": 0}, "temperature is 0"), ({"top_k": 0}, "top_k is 0"), ({"top_p": 0.0}, "top_p is 0.0")],
+    [
+        ({"temperature": 1e-40}, "temperature is 1e-40; expected 0"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+    ],
 )
 def test_settings_out_of_range_are_refused(wrong, message):
     with pytest.raises(ConfigError, match=message):

@@ -75,3 +75,8 @@ def test_validations_by_the_clock_are_refused():
     by_the_clock = trainer(val_check_interval="00:00:10:00")
     with pytest.raises(ConfigError, match="is a time: each rank would validate by its own clock"):
         check_steps_are_whole(by_the_clock)
+
+
+def test_several_nodes_without_a_launcher_are_refused():
+    with pytest.raises(ConfigError, match="num_nodes is 2, but this process was started by hand"):
+        check_trainer(trainer(num_nodes=2, strategy="ddp"))

@@ -12,7 +12,7 @@
 #SBATCH --requeue --signal=USR1@300
 ENVIRONMENT=.venv/bin/activate
 
-source "$ENVIRONMENT"
+source "$ENVIRONMENT" || exit 1
 if [ "$1" = fit ]; then
     set -- "$@" --trainer.num_nodes "$SLURM_NNODES" --trainer.devices "$SLURM_NTASKS_PER_NODE"
 fi

@@ -11,6 +11,14 @@ FIRST_NODE=10.0.0.1
 #   export NCCL_SOCKET_IFNAME=eth1 GLOO_SOCKET_IFNAME=eth1
 node=$1
 shift
+if ! [[ "$node" =~ ^[0-9]+$ ]] || [ $# -eq 0 ]; then
+    echo "usage: $0 NODE_NUMBER COMMAND ...   (NODE_NUMBER from 0 to $((NODES - 1)), COMMAND capture or fit)" >&2
+    exit 2
+fi
+if ! command -v torchrun > /dev/null; then
+    echo "torchrun isn't in PATH: activate the environment first (source .venv/bin/activate)" >&2
+    exit 2
+fi
 if [ "$1" = fit ]; then
     set -- "$@" --trainer.num_nodes "$NODES" --trainer.devices "$PROCESSES_PER_NODE"
 fi
