@@ -46,7 +46,7 @@ def repair(
         return
     settings = manifest.capture
     try:
-        placement = _placement(store, settings, broken)
+        device = _device(store, settings, broken)
         job = plan_capture(
             target or manifest.source["target"],
             data or Path(manifest.source["data"]),
@@ -54,7 +54,7 @@ def repair(
             target_layer_ids=list(manifest.target_layer_ids),
             num_tapped_layers=len(manifest.target_layer_ids),
             dtype=settings["dtype"],
-            placement=placement,
+            device=device,
             batch_tokens=settings["batch_tokens"],
             shard_tokens=settings["shard_tokens"],
             storage=manifest.storage,
@@ -75,7 +75,7 @@ def repair(
     write_missing_shards(job, writer)
 
 
-def _placement(store: CacheStore, settings: dict, broken: Collection[int]) -> Placement:
+def _device(store: CacheStore, settings: dict, broken: Collection[int]) -> str:
     """Where one process computes the same bits as the capture with these settings did."""
     size = settings["tensor_parallel_size"]
     if size > 1:
@@ -85,14 +85,14 @@ def _placement(store: CacheStore, settings: dict, broken: Collection[int]) -> Pl
             f"process, can't do. Remove the folders of these shards from it, and the object {INDEX}, then run the "
             f"capture command again under torchrun with --tensor-parallel-size {size}: {folders}"
         )
-    placement = Placement("cpu" if settings["device"] == "cpu" else "auto")
-    kind = placement.device_kind(local_rank=0)
+    device = "cpu" if settings["device"] == "cpu" else "auto"
+    kind = Placement(device).device_kind(local_rank=0)
     if kind != settings["device"]:
         raise ConfigError(
             f"{store.location} was captured on {settings['device']}, and this machine has only {kind}, which gives "
             "other last bits. Run the repair on a machine with such a device."
         )
-    return placement
+    return device
 
 
 def _quarantined_share(store: CacheStore, manifest: CacheManifest) -> float:

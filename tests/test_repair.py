@@ -11,6 +11,7 @@ import pytest
 import torch
 from cache_helpers import capture, stored_files
 from capture_helpers import capture_arguments, random_texts, write_texts
+from test_distributed import TORCHRUN
 
 from dflash_lightning import repair
 from dflash_lightning.cache import CacheManifest, FeatureCache, open_store, verify, write_index
@@ -235,7 +236,7 @@ def test_other_data_and_another_target_are_refused_before_anything_is_removed(ma
 
 def test_a_repair_is_done_by_one_process(cache, monkeypatch):
     flip(cache / "shards/000002/features/c/0/0")
-    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+    for name, value in {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="one process"):
         run(["cache", "verify", str(cache), "--repair"])
