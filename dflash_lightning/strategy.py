@@ -165,10 +165,12 @@ class DFlashDeepSpeedStrategy(DeepSpeedStrategy):
         self._on_first_rank(lambda: universal.write_universal(path, recut))
         self.deepspeed_engine._config.load_universal_checkpoint = True
         try:
-            return super().load_checkpoint(recut, weights_only)
+            state = super().load_checkpoint(recut, weights_only)
         finally:
             self.deepspeed_engine._config.load_universal_checkpoint = False
-            self._on_first_rank(lambda: shutil.rmtree(recut))
+        # Not where loading failed: the ranks don't fail together, and this one would wait for the others.
+        self._on_first_rank(lambda: shutil.rmtree(recut))
+        return state
 
     def _check_layout(self, path: Path) -> None:
         """Refuse a ZeRO stage whose files DeepSpeed would take for none at all, and start with an empty optimizer."""
