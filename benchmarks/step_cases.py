@@ -5,7 +5,7 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -63,37 +63,26 @@ class Shape:
         )
 
 
+QWEN3_4B_SCALED = Shape(
+    hidden=2560,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    intermediate=9728,
+    vocab=151936,
+    block_size=16,
+    anchors=32,
+    tokens=384,
+    rows=2,
+)
 SHAPES = {
     "tiny": Shape(
         hidden=32, heads=4, kv_heads=2, head_dim=8, intermediate=64, vocab=272, taps=2, anchors=3, tokens=24, rows=2
     ),
     "quickstart": Shape(),
-    "qwen3-4b-scaled": Shape(
-        hidden=2560,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        intermediate=9728,
-        vocab=151936,
-        block_size=16,
-        anchors=32,
-        tokens=384,
-        rows=2,
-    ),
+    "qwen3-4b-scaled": QWEN3_4B_SCALED,
     # A micro-batch of the paper's recipe; for a GPU.
-    "qwen3-4b": Shape(
-        hidden=2560,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        intermediate=9728,
-        vocab=151936,
-        layers=5,
-        block_size=16,
-        anchors=512,
-        tokens=3072,
-        rows=1,
-    ),
+    "qwen3-4b": replace(QWEN3_4B_SCALED, layers=5, anchors=512, tokens=3072, rows=1),
 }
 
 

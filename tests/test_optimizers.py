@@ -5,13 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import MASK_TOKEN_ID, load_tiny, make_drafter
-from test_training import BLOCK_SIZE, GAMMA, LAYERS, given_steps, naive_objective
+from helpers import load_tiny, make_drafter
+from test_training import BLOCK_SIZE, job_of_given_steps, naive_objective
 from training_helpers import Job, torchrun
 
-from dflash_lightning.config import DrafterSettings
 from dflash_lightning.errors import ConfigError
-from dflash_lightning.losses import LossSettings
 from dflash_lightning.optimizers import MuonSettings, OptimizerSettings, make_optimizer
 from dflash_lightning.strategy import DFlashDeepSpeedStrategy
 
@@ -21,18 +19,7 @@ SETTINGS = OptimizerSettings(lr=0.01, warmup_ratio=0.5, weight_decay=0.1, muon=M
 
 @pytest.fixture(scope="module")
 def job(llama_folder) -> Job:
-    return Job(
-        target=str(llama_folder),
-        drafter=DrafterSettings(
-            num_layers=2, block_size=BLOCK_SIZE, target_layer_ids=LAYERS, mask_token_id=MASK_TOKEN_ID
-        ),
-        loss=LossSettings(gamma=GAMMA),
-        optimizer=SETTINGS,
-        initial=make_drafter(load_tiny(llama_folder), block_size=BLOCK_SIZE, scale=3.0).state_dict(),
-        steps=given_steps(),
-        max_steps=STEPS,
-        clip=0.0,
-    )
+    return job_of_given_steps(llama_folder, SETTINGS, clip=0.0)
 
 
 def torchs_optimizers(drafter) -> list[torch.optim.Optimizer]:

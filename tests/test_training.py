@@ -48,20 +48,24 @@ def given_steps() -> list[list[GivenSample]]:
     return steps
 
 
-@pytest.fixture(scope="module")
-def job(llama_folder) -> Job:
+def job_of_given_steps(target: Path, optimizer: OptimizerSettings, clip: float) -> Job:
     return Job(
-        target=str(llama_folder),
+        target=str(target),
         drafter=DrafterSettings(
             num_layers=2, block_size=BLOCK_SIZE, target_layer_ids=LAYERS, mask_token_id=MASK_TOKEN_ID
         ),
         loss=LossSettings(gamma=GAMMA),
-        optimizer=OPTIMIZER,
-        initial=make_drafter(load_tiny(llama_folder), block_size=BLOCK_SIZE, scale=3.0).state_dict(),
+        optimizer=optimizer,
+        initial=make_drafter(load_tiny(target), block_size=BLOCK_SIZE, scale=3.0).state_dict(),
         steps=given_steps(),
         max_steps=len(ANCHORS_OF_STEPS),
-        clip=CLIP,
+        clip=clip,
     )
+
+
+@pytest.fixture(scope="module")
+def job(llama_folder) -> Job:
+    return job_of_given_steps(llama_folder, OPTIMIZER, CLIP)
 
 
 def naive_objective(drafter, table, step: list[GivenSample]) -> torch.Tensor:
