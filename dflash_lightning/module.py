@@ -1,6 +1,7 @@
 """The LightningModule: one drafter in training, its frozen tables, its optimizer and its metrics."""
 
 import math
+from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 import lightning as L
@@ -15,25 +16,17 @@ from dflash_lightning import __version__
 from dflash_lightning.blocks import Blocks, build_blocks, positions_in_document
 from dflash_lightning.cache.packing import PackedFeatures, unpack
 from dflash_lightning.checkpoints import CHECKPOINT_KEY
-from dflash_lightning.config import DrafterConfig, DrafterSettings
+from dflash_lightning.config import DrafterSettings
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import ConfigError
 from dflash_lightning.exact_resume import ExactResume
-from dflash_lightning.export.format import TokenIds
-from dflash_lightning.export.loading import check_mask_token
+from dflash_lightning.gathering import load_weights
+from dflash_lightning.initial_drafter import choose_drafter
 from dflash_lightning.losses import LossSettings, SlotResults, score_slots, weighted_loss
 from dflash_lightning.metrics import BlockMetrics
 from dflash_lightning.optimizers import OptimizerSettings, make_optimizer
 from dflash_lightning.step_guard import StepGuard, spoil_gradients_of_nonfinite
-from dflash_lightning.target import (
-    load_generation_config,
-    load_tables,
-    load_tokenizer,
-    resolve_mask_token_id,
-    stop_token_ids,
-    target_identity,
-    target_text_config,
-)
+from dflash_lightning.target import load_tables, target_identity
 from dflash_lightning.trainer_checks import check_steps_are_whole, check_trainer
 from dflash_lightning.visibility import attention_mask
 
@@ -111,20 +104,24 @@ class DFlashModule(L.LightningModule):
         optimizer: OptimizerSettings | None = None,
         max_skipped_steps: int = 10,
         activation_checkpointing: bool = False,
+        start_from: Path | None = None,
     ):
         """
         Args:
             target: folder, hub name or .gguf file of the target that wrote the features.
-            drafter: shape of the drafter.
+            drafter: shape of the drafter. Default: the shape of the one to start from, else that of `DrafterSettings`.
             loss: weighting of the slots.
             optimizer: learning rate and schedule.
             max_skipped_steps: optimizer steps that may be left out because their loss or gradient isn't finite; one
                 more stops the run.
             activation_checkpointing: compute the layers' activations again in the backward instead of keeping them.
                 Saves memory for a third more of the layers' time; the gradient is the same bit for bit.
+            start_from: a drafter whose weights training begins with (fine-tuning): a released or exported folder, or
+                a training checkpoint, which is a pickle: only give one that you trust. The optimizer starts anew. To
+                go on with an interrupted run there is --resume.
 
         Raises:
-            ConfigError, TargetError: where target and settings don't fit.
+            ConfigError, TargetError, ExportError: where target, settings and the drafter to start from don't fit.
         """
         super().__init__()
         self.target_name = target
@@ -132,16 +129,7 @@ class DFlashModule(L.LightningModule):
         self.optimizer_settings = optimizer or OptimizerSettings()
         self.activation_checkpointing = activation_checkpointing
         self.step_guard = StepGuard(max_skipped_steps)
-        settings = drafter or DrafterSettings()
-        text_config, tokenizer = target_text_config(target), load_tokenizer(target)
-        mask_token_id = resolve_mask_token_id(
-            settings.mask_token_id,
-            tokenizer,
-            embedding_rows=text_config.vocab_size,
-            stop_ids=stop_token_ids(load_generation_config(target), tokenizer),
-        )
-        self.drafter_config = DrafterConfig.from_target(settings, text_config, mask_token_id=mask_token_id)
-        check_mask_token(self.drafter_config, TokenIds.from_target(text_config))
+        self.drafter_config, self._initial_weights = choose_drafter(target, drafter, start_from)
         self.target_identity = target_identity(target)
         self.train_metrics = BlockMetrics(self.drafter_config.block_size)
         self.val_metrics = BlockMetrics(self.drafter_config.block_size)
@@ -153,6 +141,9 @@ class DFlashModule(L.LightningModule):
         if not hasattr(self, "drafter"):
             self.drafter = Drafter(self.drafter_config)
             self.drafter.activation_checkpointing = self.activation_checkpointing
+            if self._initial_weights is not None:
+                load_weights(self.drafter, self._initial_weights)
+                self._initial_weights = None
 
     @property
     def compute_dtype(self) -> torch.dtype:
