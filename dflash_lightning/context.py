@@ -34,12 +34,14 @@ class Context:
                 f"the target's layers are {', '.join(sorted(set(layer_types)))}; a batch of prompts needs "
                 "full_attention in all of them. Decode one prompt at a time."
             )
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
-        width = int(lengths.max())
+        # Known on the host too: reading them from a GPU would wait for it.
+        self._lengths = [len(prompt) for prompt in prompts]
+        width = max(self._lengths)
         self.prompts = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
         self.prompts = self.prompts.to(drafter.device)
-        self.valid = (torch.arange(width) >= width - lengths[:, None]).to(drafter.device)
-        self._has_holes = len(set(lengths.tolist())) > 1
+        self.valid = torch.arange(width) >= width - torch.tensor(self._lengths)[:, None]
+        self.valid = self.valid.to(drafter.device)
+        self._has_holes = min(self._lengths) < width
         self._target_cache = DynamicCache(config=target.config)
         self._target_cache.activate_past_recording()
         self._drafter_cache: list[KeyValue] | None = None
@@ -107,23 +109,26 @@ class Context:
         """Of the block that was verified last, keep the first ``counts`` [R] tokens of each row."""
         most = max(counts)
         self._target_cache.crop(most - block_size)
-        kept = torch.arange(most) < torch.tensor(counts)[:, None]
-        self.valid = torch.cat((self.valid, kept.to(self.valid.device)), dim=1)
-        self._has_holes |= min(counts) < most
+        self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
+        self.valid = self._visible(most)
+        if min(counts) < most:
+            self._has_holes = True
+            kept = torch.arange(most) < torch.tensor(counts)[:, None]
+            self.valid[:, -most:] = kept.to(self.valid.device)
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows."""
         index = torch.tensor(rows, device=self.valid.device)
         self._target_cache.batch_select_indices(index)
         self.valid = self.valid[index]
+        self._lengths = [self._lengths[row] for row in rows]
         self._drafter_cache = [(key[index], value[index]) for key, value in self._drafter_cache or []] or None
 
     def squeeze(self) -> None:
         """Take the holes out where they make up half; call it when target and drafter have the same context."""
         if not self._has_holes:
             return
-        lengths = self.lengths
-        longest, shortest = int(lengths.max()), int(lengths.min())
+        longest, shortest = max(self._lengths), min(self._lengths)
         if 2 * longest > self.valid.shape[1]:
             return
         # Holes first, then the tokens in their order: the last `longest` columns hold all tokens.

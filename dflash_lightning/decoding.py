@@ -30,6 +30,8 @@ class Generation:
         prefill_seconds, decode_seconds: wall time up to and after the first token; of a batch, until this row ended.
         features: [L, K*H] context features of prompt and text where they were computed (all but the last token, or
             fewer); None where they weren't asked for.
+        mask_tokens: how many of the new tokens are the drafter's mask token. The target said them itself; to the
+            drafter they look like empty slots. Anything but 0 means that another mask token should be trained with.
     """
 
     token_ids: list[int]
@@ -37,6 +39,7 @@ class Generation:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     features: Tensor | None = None
+    mask_tokens: int = 0
 
 
 def _sync(device: torch.device) -> float:
@@ -45,11 +48,27 @@ def _sync(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _check(prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    if not all(len(prompt) for prompt in prompts):
-        raise ConfigError("the prompt has no tokens; decoding needs at least one.")
+def length_limits(target: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[int]:
+    """Most new tokens of each text: ``max_new_tokens``, or fewer where the target's positions end.
+
+    Servers do the same: a prompt that leaves no position for an answer is refused, and a text ends with the last one.
+
+    Raises:
+        ConfigError: no room for a token, or an empty prompt.
+    """
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens is {max_new_tokens}; expected at least 1.")
+    positions = target.config.get_text_config().max_position_embeddings
+    for number, prompt in enumerate(prompts, start=1):
+        name = "the prompt" if len(prompts) == 1 else f"prompt {number} of {len(prompts)}"
+        if not len(prompt):
+            raise ConfigError(f"{name} has no tokens; decoding needs at least one.")
+        if len(prompt) >= positions:
+            raise ConfigError(
+                f"{name} has {len(prompt)} tokens, and the target has {positions} positions "
+                "(max_position_embeddings) for prompt and answer together. Shorten the prompt."
+            )
+    return [min(max_new_tokens, positions - len(prompt)) for prompt in prompts]
 
 
 @torch.inference_mode()
@@ -66,9 +85,10 @@ def plain_decode(
     Args:
         prompt_ids: [P] tokens of one prompt.
         stop_ids: the text ends with the first of these.
+        max_new_tokens: length limit; see `length_limits`.
         scheme: how tokens are chosen.
     """
-    _check([prompt_ids], max_new_tokens)
+    (limit,) = length_limits(target, [prompt_ids], max_new_tokens)
     device = input_device(target)
     start = _sync(device)
     cache = DynamicCache(config=target.config)
@@ -76,7 +96,7 @@ def plain_decode(
     token = int(scheme.choose(target(input_ids, cache=cache, logits_to_keep=1).logits[0, -1]))
     prefilled = _sync(device)
     token_ids = [token]
-    while token not in stop_ids and len(token_ids) < max_new_tokens:
+    while token not in stop_ids and len(token_ids) < limit:
         logits = target(torch.tensor([[token]], device=device), cache=cache, logits_to_keep=1).logits
         token = int(scheme.choose(logits[0, -1]))
         token_ids.append(token)
@@ -127,7 +147,8 @@ def speculative_decode_batch(
 
     Args:
         prompts: token ids; lengths may differ.
-        max_new_tokens: length limit of each text.
+        max_new_tokens: length limit of each text; see `length_limits`. A block may stand beyond the last position:
+            what it holds there isn't committed, and what is committed doesn't see it.
         stop_ids: a text ends with the first of these.
         scheme: how tokens are chosen and blocks verified.
         keep_features: return the context features of prompts and texts.
@@ -140,7 +161,7 @@ def speculative_decode_batch(
     Raises:
         ConfigError: an empty prompt, no room for a token, or a batch for a target that can't take one.
     """
-    _check(prompts, max_new_tokens)
+    limits = length_limits(target, prompts, max_new_tokens)
     device = drafter.device  # a target under a device map lies on several
     texts = [Generation([]) for _ in prompts]
     kept: list[list[Tensor]] = [[] for _ in prompts]
@@ -151,15 +172,18 @@ def speculative_decode_batch(
         texts[prompt].token_ids += tokens
         if on_commit:
             on_commit(prompt, tokens)
-        return tokens[-1] not in stop_ids and len(texts[prompt].token_ids) < max_new_tokens
+        return tokens[-1] not in stop_ids and len(texts[prompt].token_ids) < limits[prompt]
 
     with FeatureTap(target, drafter.config.target_layer_ids) as tap:
         start = _sync(device)
         context = Context(target, drafter, prompts)
-        first = scheme.choose(context.prefill()).tolist()
+        anchors = scheme.choose(context.prefill())
+        goes_on = [commit(prompt, [token]) for prompt, token in zip(rows, anchors.tolist(), strict=True)]
         prefilled = _sync(device)
-        goes_on = [commit(prompt, [token]) for prompt, token in zip(rows, first, strict=True)]
         features = tap.features().to(device)
+        if keep_features:
+            for prompt, tokens in enumerate(prompts):
+                kept[prompt].append(features[prompt, -len(tokens) :])
         while True:
             live = [row for row, more in enumerate(goes_on) if more]
             if len(live) < len(rows):
@@ -167,24 +191,24 @@ def speculative_decode_batch(
                 for prompt in (prompt for prompt, more in zip(rows, goes_on, strict=True) if not more):
                     texts[prompt].prefill_seconds = prefilled - start
                     texts[prompt].decode_seconds = ended - prefilled
-            if keep_features:
-                for row, prompt in enumerate(rows):
-                    kept[prompt].append(features[row, context.valid[row, -features.shape[1] :]])
-            if not live:
-                break
-            if len(live) < len(rows):
+                if not live:
+                    break
                 context.select(live)
-                features, rows = features[live], [rows[row] for row in live]
+                anchors, features, rows = anchors[live], features[live], [rows[row] for row in live]
 
             context.extend_drafter(features)
             context.squeeze()
-            anchors = torch.tensor([texts[prompt].token_ids[-1] for prompt in rows], device=device)
             proposals = scheme.propose(context.draft(anchors))
             block = torch.cat((anchors[:, None], proposals), dim=1)
-            tokens, accepted = (x.tolist() for x in scheme.verify(proposals, context.verify(block)))
+            tokens, accepted = scheme.verify(proposals, context.verify(block))
+            # Of a row that goes on all accepted tokens are committed, and its bonus is the next anchor.
+            anchors = tokens.gather(1, accepted[:, None]).squeeze(1)
             goes_on, counts = [], []
-            for row, prompt in enumerate(rows):
-                new = tokens[row][: min(accepted[row] + 1, max_new_tokens - len(texts[prompt].token_ids))]
+            # A GPU is waited for here, once a round.
+            for prompt, (count, *new) in zip(
+                rows, torch.cat((accepted[:, None] + 1, tokens), dim=1).tolist(), strict=True
+            ):
+                new = new[: min(count, limits[prompt] - len(texts[prompt].token_ids))]
                 stop = next((i for i, token in enumerate(new) if token in stop_ids), len(new))
                 new = new[: stop + 1]
                 texts[prompt].committed.append(len(new))
@@ -192,7 +216,12 @@ def speculative_decode_batch(
                 goes_on.append(commit(prompt, new))
             context.keep(counts, block.shape[1])
             features = tap.features()[:, : max(counts)].to(device)
+            if keep_features:
+                for row, prompt in enumerate(rows):
+                    kept[prompt].append(features[row, : counts[row]])
 
+    for text in texts:
+        text.mask_tokens = text.token_ids.count(drafter.config.mask_token_id)
     if keep_features:
         for text, parts in zip(texts, kept, strict=True):
             text.features = torch.cat(parts)

@@ -34,7 +34,10 @@ class RotaryEmbedding:
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine, float32 ``[..., 1, L, rotary_dim]``, for integer ``positions`` ``[..., L]``."""
-        angles = positions[..., None].float() * self.inverse_frequencies.to(positions.device)
+        if self.inverse_frequencies.device != positions.device:
+            with torch.inference_mode(False):  # training may come after the decoding that came first
+                self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
+        angles = positions[..., None].float() * self.inverse_frequencies
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(-3)
         return angles.cos() * self.scaling, angles.sin() * self.scaling
 

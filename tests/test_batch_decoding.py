@@ -82,6 +82,19 @@ def test_holes_are_squeezed_out(llama_folder, monkeypatch):
     assert any(later < earlier for (earlier, _), (later, _) in itertools.pairwise(seen))
 
 
+def test_each_row_ends_with_the_targets_last_position(llama_folder):
+    target = load_tiny(llama_folder)
+    drafter = make_drafter(target, block_size=7, scale=3.0)
+    prompts = random_prompts([509, 3, 511, 480])
+    limits = {"max_new_tokens": 24, "stop_ids": ()}
+    runs = speculative_decode_batch(target, drafter, prompts, **limits)
+    assert [len(run.token_ids) for run in runs] == [3, 24, 1, 24]
+    for prompt, run in zip(prompts, runs, strict=True):
+        assert run.token_ids == plain_decode(target, prompt, **limits).token_ids
+    with pytest.raises(ConfigError, match="prompt 2 of 2 has 512 tokens"):
+        speculative_decode_batch(target, drafter, [[5], [5] * 512], **limits)
+
+
 def test_a_batch_for_sliding_windows_is_refused():
     config = Qwen3Config(
         **{"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 6, "head_dim": 8},

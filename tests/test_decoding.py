@@ -1,5 +1,8 @@
 """Lossless decoding, and the parity of the training forward with the decoding forward (spec.md 5.1, 5.6)."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from helpers import load_tiny, make_drafter
@@ -60,7 +63,7 @@ def test_training_forward_equals_decoding_forward(target_folder):
 
 
 @pytest.mark.parametrize("block_size", [2, 4, 7])
-@pytest.mark.parametrize("prompt_length", [1, 2, 33])
+@pytest.mark.parametrize("prompt_length", [1, 2, 33, 400])
 def test_speculative_text_equals_plain_greedy(target_folder, block_size, prompt_length):
     target = load_tiny(target_folder)
     drafter = make_drafter(target, block_size=block_size, scale=3.0)
@@ -128,14 +131,47 @@ def test_a_wrong_proposal_ends_the_round_with_the_targets_own_token(qwen3_folder
     assert result.committed == [2, 4, 4, 3]
 
 
-def test_a_stop_token_inside_an_accepted_block_ends_the_text(qwen3_folder):
+@pytest.mark.parametrize("slot", [1, 2, 3, 4])
+def test_the_first_of_several_stop_tokens_in_an_accepted_block_ends_the_text(qwen3_folder, slot):
+    """At every place of a block that is accepted whole, the bonus (slot 4) included."""
     target, prompt, text, drafter = perfect_setup(qwen3_folder)
-    position = next(i for i in range(2, 30) if text[i] not in text[:i] and i % 4 != 0)
-    stop = text[position]
-    result = speculative_decode(target, drafter, prompt, max_new_tokens=30, stop_ids=(stop, 1))
-    assert result.token_ids == text[: position + 1]
-    assert sum(result.committed) == position
-    assert result.token_ids == plain_decode(target, prompt, max_new_tokens=30, stop_ids=(stop, 1)).token_ids
+    position = next(i for i in range(slot, 26, 4) if text[i] not in text[:i])
+    later = set(text[position + 1 :]) - set(text[:position])
+    limits = {"max_new_tokens": 30, "stop_ids": (*later, text[position])}
+    result = speculative_decode(target, drafter, prompt, **limits)
+    assert result.token_ids == text[: position + 1] == plain_decode(target, prompt, **limits).token_ids
+    # Blocks of 4 from the anchors 0, 4, 8...: what the stop token cuts off isn't counted.
+    assert result.committed == [4] * ((position - 1) // 4) + [slot]
+
+
+@pytest.mark.parametrize("limit", range(1, 11))
+def test_the_length_limit_is_exact(qwen3_folder, limit):
+    target, prompt, text, drafter = perfect_setup(qwen3_folder)
+    result = speculative_decode(target, drafter, prompt, max_new_tokens=limit, stop_ids=())
+    assert result.token_ids == text[:limit]
+    assert sum(result.committed) == limit - 1
+
+
+def test_a_text_ends_with_the_targets_last_position(target_folder):
+    """Prompt, answer and block together may be more than the target's 512 positions: the block, not the answer, hangs
+    over."""
+    target = load_tiny(target_folder)
+    drafter = make_drafter(target, block_size=7, scale=3.0)
+    generator = torch.Generator().manual_seed(7)
+    for room in (1, 2, 9):
+        prompt = torch.randint(4, 272, (512 - room,), generator=generator).tolist()
+        expected = naive_greedy(target, prompt, room)
+        for run in (plain_decode, partial(speculative_decode, drafter=drafter)):
+            assert run(target, prompt_ids=prompt, max_new_tokens=40, stop_ids=()).token_ids == expected
+
+
+def test_mask_tokens_that_the_target_says_are_counted(qwen3_folder):
+    target, prompt, text, drafter = perfect_setup(qwen3_folder)
+    assert speculative_decode(target, drafter, prompt, max_new_tokens=9, stop_ids=()).mask_tokens == 0
+    drafter.config = replace(drafter.config, mask_token_id=text[5])
+    result = speculative_decode(target, drafter, prompt, max_new_tokens=9, stop_ids=())
+    assert result.token_ids == text[:9]
+    assert result.mask_tokens == text[:9].count(text[5]) > 0
 
 
 def test_a_first_token_that_stops_needs_no_round(qwen3_folder):
@@ -145,10 +181,18 @@ def test_a_first_token_that_stops_needs_no_round(qwen3_folder):
     assert len(result.features) == len(prompt)
 
 
-def test_empty_prompt_and_empty_budget_are_refused(llama_folder):
+@pytest.mark.parametrize(
+    ("prompt_length", "max_new_tokens", "message"),
+    [
+        (0, 4, "the prompt has no tokens"),
+        (1, 0, "max_new_tokens is 0"),
+        (512, 4, r"the prompt has 512 tokens, and the target has 512 positions .* Shorten"),
+        (600, 4, "the prompt has 600 tokens"),
+    ],
+)
+def test_no_prompt_and_no_room_are_refused(llama_folder, prompt_length, max_new_tokens, message):
     target = load_tiny(llama_folder)
-    drafter = make_drafter(target)
-    with pytest.raises(ConfigError, match="no tokens"):
-        speculative_decode(target, drafter, [], max_new_tokens=4, stop_ids=())
-    with pytest.raises(ConfigError, match="max_new_tokens is 0"):
-        plain_decode(target, [5], max_new_tokens=0, stop_ids=())
+    limits = {"max_new_tokens": max_new_tokens, "stop_ids": ()}
+    for run in (plain_decode, partial(speculative_decode, drafter=make_drafter(target))):
+        with pytest.raises(ConfigError, match=message):
+            run(target, prompt_ids=[5] * prompt_length, **limits)

@@ -127,6 +127,23 @@ def test_a_seed_gives_one_text_and_another_seed_another(target, drafter):
         assert text(1, proposals) == text(1, proposals) != text(2, proposals)
 
 
+@pytest.mark.parametrize("proposals", ["argmax", "sampled"])
+def test_sampled_texts_end_at_stop_tokens_and_at_the_limit(target, drafter, proposals):
+    """The same random numbers give the same text, up to where it ends."""
+
+    def text(**limits):
+        scheme = make_scheme(temperature=1.0, proposals=proposals, seed=5)
+        return speculative_decode(target, drafter, PROMPT, scheme=scheme, **limits).token_ids
+
+    whole = text(max_new_tokens=60, stop_ids=())
+    assert len(whole) == 60
+    for count in range(1, 12):
+        assert text(max_new_tokens=count, stop_ids=()) == whole[:count]
+    for stop_ids in ((2,), (7,), (3, 4)):
+        end = min(whole.index(token) for token in stop_ids if token in whole)
+        assert text(max_new_tokens=60, stop_ids=stop_ids) == whole[: end + 1]
+
+
 def test_a_cold_temperature_is_greedy(target, drafter):
     limits = {"max_new_tokens": 30, "stop_ids": ()}
     expected = plain_decode(target, PROMPT, **limits).token_ids
