@@ -17,7 +17,7 @@ import torch
 
 from dflash_lightning.decoding import speculative_decode_batch
 from dflash_lightning.evaluation import load_prompts, pooled_tau, tau_interval
-from dflash_lightning.export import check_fits_target, load_drafter
+from dflash_lightning.export import load_drafter
 from dflash_lightning.sampling import Proposals, make_scheme
 from dflash_lightning.target import load_target, load_tokenizer, stop_token_ids
 
@@ -34,8 +34,7 @@ def main() -> None:
 
     tokenizer = load_tokenizer(options.target)
     target = load_target(options.target, dtype=torch.bfloat16)
-    drafter = load_drafter(options.drafter, dtype=torch.bfloat16)
-    check_fits_target(drafter.config, target.config.get_text_config())
+    drafter = load_drafter(options.drafter, dtype=torch.bfloat16, target=options.target)
     prompts = [prompt.token_ids for prompt in load_prompts(options.prompts, tokenizer)]
     limits = {"max_new_tokens": options.max_new_tokens, "stop_ids": stop_token_ids(target, tokenizer)}
     for temperature, proposals in product(options.temperatures, get_args(Proposals)):

@@ -14,14 +14,13 @@ from dflash_lightning.decoding import plain_decode
 from dflash_lightning.devices import resolve_device
 from dflash_lightning.durable import write_whole
 from dflash_lightning.evaluation import Prompt, PromptResult, evaluate_prompt, load_prompts, summarize
-from dflash_lightning.export import check_fits_target, load_drafter
+from dflash_lightning.export import load_drafter
 from dflash_lightning.progress import track
 from dflash_lightning.target import (
     load_generation_config,
     load_target,
     load_tokenizer,
     stop_token_ids,
-    target_text_config,
 )
 
 Dtype = Literal["bfloat16", "float32"]
@@ -84,8 +83,7 @@ def evaluate(
         "max_new_tokens": max_new_tokens,
         "stop_ids": stop_token_ids(load_generation_config(target), tokenizer),
     }
-    draft_model = load_drafter(drafter, dtype=getattr(torch, dtype), device=where)
-    check_fits_target(draft_model.config, target_text_config(target))
+    draft_model = load_drafter(drafter, dtype=getattr(torch, dtype), device=where, target=target)
     # The other dtype first and alone, so that two targets never share the memory.
     other = torch.float32 if dtype == "bfloat16" else torch.bfloat16
     probe = plain_speed(load_target(target, dtype=other, device=where), chosen[:PROBE_PROMPTS], limits)

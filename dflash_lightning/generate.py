@@ -12,7 +12,7 @@ from dflash_lightning.decoding import plain_decode, speculative_decode
 from dflash_lightning.devices import resolve_device
 from dflash_lightning.evaluate import Dtype, show_number
 from dflash_lightning.evaluation import pooled_tau
-from dflash_lightning.export import check_fits_target, load_drafter
+from dflash_lightning.export import load_drafter
 from dflash_lightning.prompts import PromptRow, prompt_token_ids
 from dflash_lightning.sampling import make_scheme
 from dflash_lightning.target import load_target, load_tokenizer, stop_token_ids
@@ -48,8 +48,7 @@ def generate(
     scheme = make_scheme(device=where, **sampling)
     tokenizer = load_tokenizer(target)
     model = load_target(target, dtype=getattr(torch, dtype), device=where)
-    draft_model = load_drafter(drafter, dtype=getattr(torch, dtype), device=where)
-    check_fits_target(draft_model.config, model.config.get_text_config())
+    draft_model = load_drafter(drafter, dtype=getattr(torch, dtype), device=where, target=target)
     row = PromptRow("prompt", [{"role": "user", "content": prompt}], bare=True, response=None, finish_reason="stop")
     token_ids = prompt_token_ids(row, tokenizer, thinking)
     limits = {"max_new_tokens": max_new_tokens, "stop_ids": stop_token_ids(model, tokenizer), "scheme": scheme}

@@ -7,7 +7,7 @@ from torch import Tensor
 from dflash_lightning.config import DrafterConfig, DrafterSettings
 from dflash_lightning.errors import ConfigError
 from dflash_lightning.export.format import TokenIds
-from dflash_lightning.export.loading import check_fits_target, check_mask_token, read_drafter
+from dflash_lightning.export.loading import check_mask_token, read_drafter
 from dflash_lightning.target import (
     load_generation_config,
     load_tokenizer,
@@ -37,8 +37,7 @@ def choose_drafter(
     """
     if start_from is None:
         return _resolve(settings or DrafterSettings(), target), None
-    initial = read_drafter(start_from)
-    check_fits_target(initial.config, target_text_config(target))
+    initial = read_drafter(start_from, target)
     config = initial.config
     own = DrafterSettings(**{name: getattr(config, name) for name in CHOSEN})
     wanted = _resolve(settings or own, target)

@@ -11,7 +11,8 @@ from transformers import AutoModel, GenerationConfig, PreTrainedModel
 from transformers.generation import BaseStreamer
 
 from dflash_lightning.errors import ExportError
-from dflash_lightning.export import check_fits_target, read_drafter
+from dflash_lightning.export import read_drafter
+from dflash_lightning.export.loading import check_shape
 from dflash_lightning.export.muse_assistant import TRANSFORMERS
 from dflash_lightning.target.files import quiet_transformers
 
@@ -128,7 +129,7 @@ def check_with_transformers(
     if source.form is not TRANSFORMERS:
         found = source.form.name if source.form else "a training checkpoint"
         raise ExportError(f"{folder} is {found}; transformers generates with a folder of the format transformers only.")
-    check_fits_target(source.config, target.config.get_text_config())
+    check_shape(source.config, target.config.get_text_config())
     with quiet_transformers():
         assistant = AutoModel.from_pretrained(folder, dtype=target.dtype)
     assistant = assistant.eval().to(target.device)

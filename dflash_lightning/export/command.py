@@ -11,9 +11,9 @@ from dflash_lightning.errors import DataError, ExportError
 from dflash_lightning.export.card import Provenance
 from dflash_lightning.export.folder import check_free, export_drafter, parse_formats
 from dflash_lightning.export.format import TokenIds
-from dflash_lightning.export.loading import DrafterSource, check_fits_target, read_drafter, read_json
+from dflash_lightning.export.loading import check_fits_target, read_drafter, read_json
 from dflash_lightning.progress import say
-from dflash_lightning.target import target_identity, target_text_config
+from dflash_lightning.target import target_text_config
 
 
 def export(
@@ -53,7 +53,10 @@ def export(
     for form in forms:
         check_free(output / form.name)
     source = read_drafter(checkpoint)
-    tokens = _token_ids(source, target)
+    target = target or source.target_path
+    if target is not None:
+        check_fits_target(source, target)
+    tokens = source.tokens if target is None else TokenIds.from_target(target_text_config(target))
     provenance = _complete(source.provenance, cache, evaluations or [])
     for form in forms:  # before the first folder is written
         form.write_config(source.config, tokens)
@@ -71,21 +74,6 @@ def export(
         say(f"{folder}: {source.config.num_layers} layers, block {source.config.block_size}, {dtype}")
         folders.append(folder)
     return folders
-
-
-def _token_ids(source: DrafterSource, target: str | None) -> TokenIds:
-    """The special tokens of the target, which is checked where it is read."""
-    path = target or source.target_path
-    if path is None:
-        return source.tokens
-    text_config = target_text_config(path)
-    check_fits_target(source.config, text_config)
-    if source.provenance and not source.provenance.target.fits(target_identity(path)):
-        raise ExportError(
-            f"The target at {path} isn't the one that the drafter was trained for ({source.provenance.target.name}): "
-            "its weights, tokenizer or chat template differ. Give that one by --target."
-        )
-    return TokenIds.from_target(text_config)
 
 
 def _complete(provenance: Provenance | None, cache: str | None, evaluations: list[Path]) -> Provenance | None:

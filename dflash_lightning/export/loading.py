@@ -20,6 +20,7 @@ from dflash_lightning.export.format import Format, TokenIds
 from dflash_lightning.export.layout import check_tensors
 from dflash_lightning.export.muse_assistant import TRANSFORMERS
 from dflash_lightning.export.zlab import ZLAB
+from dflash_lightning.target import target_identity, target_text_config
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 FORMATS: dict[str, Format] = {form.name: form for form in (ZLAB, TRANSFORMERS)}
@@ -45,13 +46,23 @@ class DrafterSource:
     form: Format | None
 
 
-def read_drafter(path: str | Path) -> DrafterSource:
-    """Read the drafter at ``path``: a `zlab` or `transformers` folder, or a training checkpoint (a pickle: trust it).
+def read_drafter(path: str | Path, target: str | None = None) -> DrafterSource:
+    """Read the drafter at ``path``: a folder of any format, or a training checkpoint (a pickle: trust it).
+
+    Args:
+        target: folder, hub name or .gguf file of the target that it is for, which is checked.
 
     Raises:
-        ExportError: there is none, or it is incomplete; missing and unexpected tensors are named.
+        ExportError: there is none, it is incomplete (missing and unexpected tensors are named), or it was made for
+            another target.
     """
-    path = Path(path)
+    source = _read(Path(path))
+    if target is not None:
+        check_fits_target(source, target)
+    return source
+
+
+def _read(path: Path) -> DrafterSource:
     if not (path / CONFIG_FILE).is_file() and is_training_checkpoint(path):
         checkpoint = read_training_checkpoint(path)
         check_tensors(checkpoint.state_dict, checkpoint.config, str(path))
@@ -68,34 +79,58 @@ def read_drafter(path: str | Path) -> DrafterSource:
     return _read_folder(path)
 
 
-def load_drafter(path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Drafter:
+def load_drafter(
+    path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", target: str | None = None
+) -> Drafter:
     """Load a drafter for decoding: evaluation mode, no gradients.
 
     Args:
-        path: a `zlab` or `transformers` folder (ours or the official ones), or a training checkpoint. A checkpoint is a
-            pickle: only load what you trust.
+        path: an exported folder (ours or the official ones), or a training checkpoint. A checkpoint is a pickle: only
+            load what you trust.
         dtype: data type of the weights.
         device: where the drafter goes.
+        target: folder, hub name or .gguf file of the target that it is for, which is checked.
 
     Raises:
-        ExportError: there is no drafter, or it is incomplete; missing and unexpected tensors are named. Whether it
-            fits a target is another question: see `check_fits_target`.
+        ExportError: as `read_drafter`.
     """
-    source = read_drafter(path)
+    source = read_drafter(path, target)
     drafter = Drafter(source.config)
     drafter.load_state_dict(source.weights)
     return drafter.eval().requires_grad_(False).to(device=device, dtype=dtype)
 
 
-def check_fits_target(config: DrafterConfig, target: PreTrainedConfig) -> None:
-    """Refuse a drafter that was made for another target.
+def check_fits_target(source: DrafterSource, target: str) -> None:
+    """Refuse a drafter that was made for another target: by its shape and, where its making is known, by fingerprint.
 
     Args:
-        target: configuration of the target's language model.
+        target: folder, hub name or .gguf file.
 
     Raises:
-        ExportError: listing every field that differs, with both values.
+        ExportError: listing every field that differs.
     """
+    text_config = target_text_config(target)
+    check_shape(source.config, text_config)
+    check_mask_token(source.config, TokenIds.from_target(text_config))
+    if source.provenance is None:
+        return
+    trained, given = source.provenance.target, target_identity(target)
+    fingerprints = {
+        "other weights": "weights_sha256",
+        "another tokenizer": "tokenizer_sha256",
+        "another chat template": "chat_template_sha256",
+    }
+    differing = [what for what, field in fingerprints.items() if getattr(trained, field) != getattr(given, field)]
+    if differing:
+        raise ExportError(
+            f"The target at {target} isn't the one that the drafter was trained for ({trained.name}): it has "
+            f"{' and '.join(differing)}. Give that one. To use the drafter with this one all the same, take "
+            f"{METADATA_FILE} out of a copy of its exported folder."
+        )
+
+
+def check_shape(config: DrafterConfig, target: PreTrainedConfig) -> None:
+    """Refuse a drafter whose features, tables or depth aren't those of the target. Raises ExportError."""
     theirs = {
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
@@ -110,7 +145,6 @@ def check_fits_target(config: DrafterConfig, target: PreTrainedConfig) -> None:
         raise ExportError(
             f"The drafter was made for another target: {'; '.join(differing)}. Give the target that it was trained for."
         )
-    check_mask_token(config, TokenIds.from_target(target))
 
 
 def check_mask_token(config: DrafterConfig, tokens: TokenIds) -> None:
