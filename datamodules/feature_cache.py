@@ -215,6 +215,13 @@ class FeatureCacheDataModule(L.LightningDataModule):
         self.cache.check_compatible(
             self.trainer.lightning_module.target_identity, drafter.target_layer_ids, drafter.hidden_size
         )
+        longest = int(self.cache.anchor_candidates.max(initial=0)) + 1
+        if longest < drafter.block_size:
+            raise ConfigError(
+                f"block_size is {drafter.block_size}, and the longest answer in the cache has {longest} tokens: slots "
+                f"{longest} to {drafter.block_size - 1} would never be trained. Lower block_size, or capture longer "
+                "answers."
+            )
         held_back = in_validation_split(self.cache.id_hashes, self.validation_fraction)
         self.training_samples, self.validation_samples = np.flatnonzero(~held_back), np.flatnonzero(held_back)
 

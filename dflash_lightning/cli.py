@@ -15,6 +15,7 @@ from rich.text import Text
 
 from dflash_lightning import __version__
 from dflash_lightning.errors import DFlashError
+from dflash_lightning.usage import usage_errors
 
 # Command -> where its function is, and what it does. A command imports only what it needs.
 COMMANDS = {
@@ -34,6 +35,7 @@ COMMANDS = {
 }
 # A path that can't be read or written; Python's own message names it.
 FILE_ERRORS = (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
+DEBUG = "--debug"
 POSITIONAL = ("cache bench", "cache info", "cache verify")
 
 
@@ -54,7 +56,7 @@ def function_parser(function: Callable[..., Any], program: str, *, positional: b
     Args:
         positional: required settings are given by position, and there is no YAML file.
     """
-    parser = ArgumentParser(prog=program, description=function.__doc__.split("Args:")[0])
+    parser = ArgumentParser(prog=program, description=function.__doc__.split("Args:")[0], exit_on_error=False)
     if not positional:
         parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of these settings.")
     switches = [name for name, setting in signature(function).parameters.items() if setting.annotation is bool]
@@ -84,6 +86,7 @@ def _usage() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     usage.add_argument("--version", action="version", version=__version__)
+    usage.add_argument(DEBUG, action="store_true", help="show where in the code an error was raised")
     usage.add_argument("command", nargs="+", metavar="COMMAND")
     return usage
 
@@ -107,23 +110,27 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def parsed_settings(parser: ArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
-    """Keyword arguments for the function that ``parser`` was made from."""
-    settings = parser.instantiate(parser.parse_args(arguments)).as_dict()
+    """Keyword arguments for the function that ``parser`` was made from; others are refused with a ConfigError."""
+    with usage_errors(parser.prog):
+        settings = parser.instantiate(parser.parse_args(arguments)).as_dict()
     settings.pop("config", None)
     return settings
 
 
 @contextmanager
-def one_message() -> Iterator[None]:
-    """A user's mistake ends with one message and exit code 2, without a traceback."""
+def one_message(debug: bool = False) -> Iterator[None]:
+    """A user's mistake ends with one message and exit code 2; without a traceback, unless for ``debug``."""
     try:
         yield
     except (DFlashError, *FILE_ERRORS) as error:
+        if debug:
+            raise
         Console(stderr=True).print(Text("error: ", style="bold red") + Text(str(error)), soft_wrap=True)
         sys.exit(2)
 
 
 def main() -> None:
     """Entry point of the console script and of ``python -m dflash_lightning``."""
-    with one_message():
-        run(sys.argv[1:])
+    arguments = sys.argv[1:]
+    with one_message(debug=DEBUG in arguments):
+        run([word for word in arguments if word != DEBUG])

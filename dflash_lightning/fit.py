@@ -3,7 +3,9 @@
 import signal
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
@@ -14,6 +16,7 @@ from dflash_lightning.errors import ConfigError, DFlashError, LostRankError
 from dflash_lightning.module import DFlashModule
 from dflash_lightning.resume import OneStart, check_same_run, choose_start
 from dflash_lightning.trainer_checks import check_trainer
+from dflash_lightning.usage import first_of_ours, usage_errors
 
 # Said by the libraries about each other; nothing that a user could act on.
 HARMLESS_WARNINGS = (
@@ -43,6 +46,13 @@ class FitCLI(LightningCLI):
             "ModelCheckpoint callbacks write to; none there starts anew.",
         )
 
+    def instantiate_trainer(self, **settings: Any) -> Trainer:
+        """As Lightning does; what it says of a wrong setting is for the user."""
+        try:
+            return super().instantiate_trainer(**settings)
+        except (ValueError, TypeError, MisconfigurationException) as error:
+            raise first_of_ours(error) or ConfigError(f"trainer: {error}") from error
+
     def fit(self, model: DFlashModule, datamodule: FeatureCacheDataModule) -> None:
         """Train from the chosen start."""
         check_trainer(self.trainer)  # before Lightning starts processes
@@ -64,18 +74,21 @@ def fit(arguments: Sequence[str]) -> FitCLI:
     """
     for message in HARMLESS_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
+    program = "dflash-lightning fit"
     try:
-        return FitCLI(
-            DFlashModule,
-            FeatureCacheDataModule,
-            args=["fit", *arguments],
-            seed_everything_default=0,
-            save_config_kwargs={"overwrite": True},
-            parser_kwargs={"fit": {"prog": "dflash-lightning fit"}},
-        )
+        with usage_errors(program):
+            return FitCLI(
+                DFlashModule,
+                FeatureCacheDataModule,
+                args=["fit", *arguments],
+                seed_everything_default=0,
+                save_config_kwargs={"overwrite": True},
+                parser_kwargs={"exit_on_error": False, "fit": {"prog": program, "exit_on_error": False}},
+                auto_configure_optimizers=False,
+            )
     except (ValueError, MisconfigurationException, FileNotFoundError) as error:
         if mistake := _users_mistake(error):
-            raise mistake from None
+            raise mistake from error
         raise
     except RuntimeError as error:
         if not is_of_lost_rank(error):
@@ -89,13 +102,8 @@ def fit(arguments: Sequence[str]) -> FitCLI:
         raise SystemExit(128 + signal.SIGTERM) from stop
 
 
-def _users_mistake(error: BaseException) -> DFlashError | None:
-    """What to tell the user: our own error where jsonargparse wrapped it, or Lightning's word on a setting."""
-    link: BaseException | None = error
-    while link is not None:
-        if isinstance(link, DFlashError):
-            return link
-        link = link.__cause__ or link.__context__
+def _users_mistake(error: Exception) -> DFlashError | None:
+    """What to tell the user: our own error where another library wrapped it, or Lightning's word on a setting."""
     if isinstance(error, MisconfigurationException | FileNotFoundError):
-        return ConfigError(str(error))
-    return None
+        return first_of_ours(error) or ConfigError(str(error))
+    return first_of_ours(error)

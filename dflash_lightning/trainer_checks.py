@@ -12,11 +12,16 @@ OURS = "{class_path: dflash_lightning.strategy.DFlashDeepSpeedStrategy, init_arg
 
 
 def check_trainer(trainer: L.Trainer) -> None:
-    """Refuse a strategy, precision or number of processes that the drafter wouldn't be trained rightly with.
+    """Refuse a strategy, precision, accumulation or number of processes with which training would go wrong.
 
     Raises:
         ConfigError: with what to set instead.
     """
+    if trainer.accumulate_grad_batches < 1:
+        raise ConfigError(
+            f"trainer.accumulate_grad_batches is {trainer.accumulate_grad_batches}; expected 1 or more micro-batches "
+            "a step."
+        )
     _check_strategy(trainer)
     _check_precision(trainer)
     _check_world(trainer)
