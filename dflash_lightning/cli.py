@@ -26,7 +26,7 @@ COMMANDS = {
         "dflash_lightning.evaluate:evaluate",
         "decode prompts for real: acceptance length, speed, losslessness",
     ),
-    "generate": ("dflash_lightning.generate:generate", "answer one prompt, accepted spans in colour"),
+    "generate": ("dflash_lightning.generate:generate", "answer a prompt, or chat, accepted spans in colour"),
     "export": ("dflash_lightning.export:export", "checkpoint -> folders that servers load"),
     "cache plan": ("dflash_lightning.cache_plan:plan", "what a capture would take, before anything is written"),
     "cache info": ("dflash_lightning.cache_commands:info", "what a cache holds"),

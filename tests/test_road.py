@@ -121,7 +121,7 @@ def test_export_and_generate_from_the_exported_folder(road, llama_folder, capsys
         ["generate", "--target", str(llama_folder), "--drafter", str(output / "zlab"), "--prompt", "say 7"]
         + ["--max-new-tokens", "9", "--dtype", "float32"]
     )
-    assert "text equal to plain greedy" in capsys.readouterr().out
+    assert "text equal to plain greedy" in capsys.readouterr().err
 
 
 @pytest.mark.slow
