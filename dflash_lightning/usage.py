@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from dflash_lightning.errors import ConfigError, DFlashError
 
-PLACE = re.compile(r'Parser key "(.+)":')
+PLACE = re.compile(r'Parser key "([^"]+)": ?(.*)')
 MACHINERY = re.compile(
     r"Does not validate|Subtypes:|Errors:|Given value|Problem with given class_path|Expected a .*NoneType"
 )
@@ -22,9 +22,10 @@ def plain_words(message: str) -> str:
     for line in message.splitlines():
         words = line.strip().removeprefix("- ")
         indent = len(line) - len(line.lstrip())
-        if place := PLACE.fullmatch(words):
+        if place := PLACE.match(words):
             places = [*((depth, name) for depth, name in places if depth < indent), (indent, place[1])]
-        elif words and not MACHINERY.match(words):
+            words = place[2]
+        if words and not MACHINERY.match(words):
             name = ".".join(name for _, name in places)
             reasons.append(f"{name}: {words}" if name else words)
     return re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", "\n".join(dict.fromkeys(reasons)))

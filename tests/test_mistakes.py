@@ -92,6 +92,7 @@ MISTAKES = {
     "a cache of other layers": (lambda made: fit(made, {"model.drafter.target_layer_ids": [1, 2]}), r"\[1, 3\]"),
     "a mask token that ends texts": (lambda made: fit(made, {"model.drafter.mask_token_id": 2}), "Mask token id 2"),
     "an unknown key in YAML": (lambda made: fit(made, {"model.drafter.blocksize": 8}), "blocksize"),
+    "no such configuration": (lambda _: ["fit", "--config", "/nowhere.yaml"], "config: .*/nowhere.yaml"),
     "a value of another type": (lambda made: fit(made, {"model.drafter.num_layers": "two"}), "num_layers"),
     "a value out of range": (lambda made: fit(made, {"model.optimizer.lr": -1.0}), "lr is -1.0"),
     "no end to training": (lambda made: fit(made, {"trainer.max_steps": -1}), "max_steps"),
@@ -157,3 +158,4 @@ def test_nested_reasons_are_told_with_the_full_name_of_the_setting():
   Given value: {'num_layers': 'two'}"""
     assert plain_words(message) == "model.drafter.num_layers: Expected a int. Got value: two"
     assert plain_words("unrecognized arguments: --x") == "unrecognized arguments: --x"
+    assert plain_words('Parser key "config": no file') == "config: no file"
