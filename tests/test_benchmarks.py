@@ -6,10 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from capture_helpers import capture_arguments, random_texts, write_texts
+from export_helpers import TOKENS
+from helpers import load_tiny, make_drafter
+from prepare_helpers import write_rows
 
 from dflash_lightning.cache.storage import STORAGES
 from dflash_lightning.cli import run
+from dflash_lightning.export import export_drafter
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -72,3 +77,38 @@ def test_capture_overlap(data, llama_folder):
 @pytest.mark.slow
 def test_cache_open():
     assert benchmark("cache_open.py", "--samples", 2000)
+
+
+@pytest.fixture(scope="module")
+def decoding(qwen3_folder, tmp_path_factory):
+    """Arguments of the benchmarks that decode."""
+    folder = tmp_path_factory.mktemp("decoding")
+    drafter = make_drafter(load_tiny(qwen3_folder), scale=3.0)
+    export_drafter(
+        drafter.state_dict(), drafter.config, folder / "drafter", "transformers", tokens=TOKENS, dtype=torch.float32
+    )
+    prompts = write_rows(folder / "prompts.jsonl", [{"prompt": "hi"}, {"prompt": "one, two, three"}])
+    return ("--target", qwen3_folder, "--drafter", folder / "drafter", "--prompts", prompts, "--max-new-tokens", 16)
+
+
+@pytest.mark.slow
+def test_decode(decoding):
+    lines = [json.loads(line) for line in benchmark("decode.py", *decoding, "--repeats", 1).splitlines()]
+    plain, ours, transformers = lines
+    assert [line["decoder"] for line in lines] == ["plain", "ours", "transformers"]
+    assert all(line["texts_equal_to_plain"] == line["prompts"] == 2 for line in lines)
+    assert ours["tau"] == transformers["tau"] >= 1
+    assert plain["draft_ms"] == 0 < min(ours["draft_ms"], transformers["draft_ms"])
+    for line in lines:
+        parts = line["draft_ms"] + line["verify_ms"] + line["rest_ms"]
+        assert line["round_ms"] == pytest.approx(parts)
+        assert 0 < line["rest_share"] < 1
+
+
+@pytest.mark.slow
+def test_proposals(decoding):
+    output = benchmark("proposals.py", *decoding, "--repeats", 2, "--temperatures", 0.9, "--dtype", "float32")
+    argmax, sampled, difference = (json.loads(line) for line in output.splitlines())
+    assert (argmax["proposals"], sampled["proposals"]) == ("argmax", "sampled")
+    assert difference["sampled_minus_argmax"] == pytest.approx(sampled["tau"] - argmax["tau"])
+    assert difference["low"] <= difference["sampled_minus_argmax"] <= difference["high"]
