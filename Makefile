@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 
 setup: $(VENV)/installed
 
-$(VENV)/installed: requirements.txt requirements-test.txt pyproject.toml
+$(VENV)/installed: requirements.txt requirements-test.txt requirements-nodeps.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -r requirements-test.txt

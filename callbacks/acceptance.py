@@ -15,11 +15,16 @@ from callbacks.frozen_target import FrozenTarget, Residence
 from callbacks.time_budget import TimeBudget
 from dflash_lightning.distributed import gather_when_all_are_done
 from dflash_lightning.errors import ConfigError
-from dflash_lightning.evaluation import PromptResult, decode_plainly, evaluate_prompt, load_prompts, summarize
+from dflash_lightning.evaluation import PromptResult, decode_plainly, evaluate_prompt, load_prompts
+from dflash_lightning.evaluation_report import summarize
 from dflash_lightning.gathering import gather_drafter
 from dflash_lightning.module import DFlashModule
 from dflash_lightning.target import load_generation_config, load_tokenizer, stop_token_ids
 
+IF_LOST = (
+    "Start all processes again with --resume auto; for slow ranks raise timeout_minutes of trainer.strategy, or give "
+    "them less to do."
+)
 LOGGED = ("tau", "tau_low", "tau_high", "teacher_forced_tau", "tokens_per_second", "speedup")
 
 
@@ -176,7 +181,7 @@ class DecodedAcceptance(Callback):
         values = {f"decode/{name}": report[name] for name in LOGGED if report[name] is not None}
         values["decode/identical"] = lossless["identical"]
         values["decode/ties"] = lossless["ties"]
-        values["decode/differences"] = lossless["prompts"] - lossless["identical"] - lossless["ties"]
+        values["decode/differences"] = lossless["differing"]
         return {name: float(value) for name, value in values.items()} | self._time()
 
     def _results(self, trainer: L.Trainer, pl_module: DFlashModule) -> list[PromptResult]:
@@ -196,6 +201,6 @@ class DecodedAcceptance(Callback):
         """The results of all ranks, in the prompts' order."""
         parts = [mine]
         if self._group is not None:
-            parts = gather_when_all_are_done(mine, self._group, self._timeout, work)
+            parts = gather_when_all_are_done(mine, self._group, self._timeout, work, IF_LOST)
         results = {number: result for part in parts for number, result in part.items()}
         return [results[number] for number in sorted(results)]

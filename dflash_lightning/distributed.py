@@ -2,11 +2,13 @@
 ranks meet that finish at different times."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
 
 import torch
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from torch import distributed
 
 from dflash_lightning.errors import ConfigError, LostRankError
@@ -86,7 +88,31 @@ def form_groups(place: Place, size: int) -> Group:
     return Group(place.rank // size, place.world_size // size, place.rank % size == 0)
 
 
-def gather_when_all_are_done(mine: T, group: distributed.ProcessGroup, timeout: timedelta, work: str) -> list[T]:
+@contextmanager
+def world_of_all(place: Place) -> Iterator[distributed.ProcessGroup | None]:
+    """All launched processes as a gloo group, for `gather_when_all_are_done`; None for a process alone.
+
+    All of them enter together, and work on their own until they gather.
+    """
+    if place.world_size == 1:
+        yield None
+        return
+    address = "env://"
+    if not TorchElasticEnvironment.detect():
+        slurm = SLURMEnvironment(auto_requeue=False)
+        address = f"tcp://{slurm.main_address}:{slurm.main_port}"
+    distributed.init_process_group(
+        "gloo", init_method=address, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT
+    )
+    try:
+        yield distributed.group.WORLD
+    finally:
+        distributed.destroy_process_group()
+
+
+def gather_when_all_are_done(
+    mine: T, group: distributed.ProcessGroup, timeout: timedelta, work: str, advice: str
+) -> list[T]:
     """The value of every rank, on every rank, where ranks finish at very different times.
 
     They wait for each other on the host, whatever backend trains: no collective of the device is left waiting, which
@@ -97,6 +123,7 @@ def gather_when_all_are_done(mine: T, group: distributed.ProcessGroup, timeout: 
         group: a gloo group of all ranks.
         timeout: how long the first one waits for the last one.
         work: what they were doing, for the error.
+        advice: what to do when one is lost or late, for the error.
 
     Raises:
         LostRankError: on every rank that waited, when one has ended or wasn't done in time.
@@ -106,9 +133,8 @@ def gather_when_all_are_done(mine: T, group: distributed.ProcessGroup, timeout: 
     except RuntimeError as error:
         raise LostRankError(
             f"{work}: rank {distributed.get_rank()} was done and waited for the others in vain "
-            f"({' '.join(str(error).split())}). If one has ended, its own log says why; start all processes again with "
-            f"--resume auto. If it was only slow, by more than {timeout.total_seconds() / 60:g} minutes, give the "
-            "ranks less to do or raise timeout_minutes of trainer.strategy."
+            f"({' '.join(str(error).split())}). If one has ended, its own log says why; it may also have been slower "
+            f"by more than {timeout.total_seconds() / 60:g} minutes. {advice}"
         ) from error
     values: list[T] = [mine] * distributed.get_world_size(group)
     distributed.all_gather_object(values, mine, group=group)

@@ -1,50 +1,98 @@
 """The command ``evaluate``: a report over many prompts, from real decoding."""
 
 import json as json_format
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-from transformers import PreTrainedModel
 
-from dflash_lightning.decoding import plain_decode
+from dflash_lightning import __version__
 from dflash_lightning.devices import resolve_device
+from dflash_lightning.distributed import gather_when_all_are_done, launched_place, world_of_all
+from dflash_lightning.drafter import Drafter
 from dflash_lightning.durable import write_whole
-from dflash_lightning.evaluation import Prompt, PromptResult, evaluate_prompt, load_prompts, summarize
+from dflash_lightning.errors import ConfigError
+from dflash_lightning.evaluation_journal import EvaluationJournal, drafter_identity
+from dflash_lightning.evaluation_report import summarize
+from dflash_lightning.evaluation_table import print_report
 from dflash_lightning.export import load_drafter
-from dflash_lightning.progress import track
+from dflash_lightning.progress import say, track
+from dflash_lightning.prompt_sets import read_evaluation_prompts
+from dflash_lightning.prompts import PromptRow, rows_record
+from dflash_lightning.questioning import Questioning
+from dflash_lightning.sampling import make_scheme
 from dflash_lightning.target import (
     load_generation_config,
     load_target,
     load_tokenizer,
     stop_token_ids,
+    target_identity,
+    target_text_config,
 )
 
 Dtype = Literal["bfloat16", "float32"]
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 # Prompts on which the other dtype's plain speed is tried.
 PROBE_PROMPTS = 2
+# The first waits for the last; one that has ended is noticed at once.
+MEETING_TIMEOUT = timedelta(hours=24)
+GO_ON = "Give the same command again: with --json it goes on with the prompts that aren't finished."
 
 
-def decode_prompts(
-    target: PreTrainedModel, drafter: torch.nn.Module, prompts: list[Prompt], limits: dict[str, Any]
-) -> list[PromptResult]:
-    """Decode each prompt plainly and with the drafter, with progress on stderr."""
-    results = []
-    with track(len(prompts), "evaluate", "tokens") as progress:
-        for prompt in prompts:
-            plain = plain_decode(target, prompt.token_ids, **limits)
-            results.append(evaluate_prompt(target, drafter, prompt, plain, **limits))
-            progress.advance(1, done=len(plain.token_ids) + len(results[-1].token_ids))
-    return results
+def complete_sampling(sampling: dict[str, Any]) -> dict[str, Any]:
+    """All settings of `make_scheme` but the device, those that were left out with its defaults."""
+    bound = signature(make_scheme).bind(**sampling)
+    bound.apply_defaults()
+    return {name: value for name, value in bound.arguments.items() if name != "device"}
 
 
-def plain_speed(target: PreTrainedModel, prompts: list[Prompt], limits: dict[str, Any]) -> float:
-    """Tokens a second of plain greedy decoding."""
-    runs = [plain_decode(target, prompt.token_ids, **limits) for prompt in prompts]
-    return sum(len(run.token_ids) for run in runs) / sum(run.prefill_seconds + run.decode_seconds for run in runs)
+def journal_folder(report: Path) -> Path:
+    """Where the finished prompts of a report are kept."""
+    return report.with_name(f"{report.name}.journal")
+
+
+def check_outputs(json: Path | None, plot: Path | None) -> None:
+    """Find out now, not after hours of decoding, that a file can't be written.
+
+    Raises:
+        ConfigError: the plot's ending is of no format.
+        OSError: naming the file.
+    """
+    if plot is not None and plot.suffix not in PLOT_SUFFIXES:
+        raise ConfigError(f"plot is {plot}; expected a name that ends with {', '.join(PLOT_SUFFIXES)}.")
+    for path in filter(None, (json, plot)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+
+
+def decode_missing(
+    target: str,
+    drafter: Drafter,
+    rows: Sequence[PromptRow],
+    missing: Sequence[int],
+    questioning: Questioning,
+    journal: EvaluationJournal,
+    dtype: Dtype,
+) -> None:
+    """Decode the prompts of these numbers, with progress on stderr; each is in the journal once it is finished."""
+    device = questioning.device
+    if journal.plain_speed is None and 0 in missing:  # one process tries it
+        # Before and alone, so that two targets never share the memory.
+        other = torch.float32 if dtype == "bfloat16" else torch.bfloat16
+        model = load_target(target, dtype=other, device=device)
+        journal.add_plain_speed(questioning.plain_speed(model, rows[:PROBE_PROMPTS]))
+        del model
+    model = load_target(target, dtype=getattr(torch, dtype), device=device)
+    questioning.warm_up(model, drafter, rows[missing[0]])
+    with track(len(missing), "evaluate", "tokens") as progress:
+        for number in missing:
+            texts = questioning.texts(model, drafter, rows[number])
+            journal.add(number, texts)
+            progress.advance(1, done=sum(len(text.token_ids) + len(text.plain_token_ids) for text in texts))
 
 
 def evaluate(
@@ -57,67 +105,85 @@ def evaluate(
     device: str = "auto",
     thinking: bool | None = None,
     json: Path | None = None,
-) -> dict[str, Any]:
+    plot: Path | None = None,
+    **sampling: Any,
+) -> dict[str, Any] | None:
     """Decode prompts for real, with and without the drafter, and report acceptance length, speed and losslessness.
 
-    The speed-up is quoted against the fastest plain decoding of the same target here, whichever dtype that is.
+    The speed-up is quoted against the fastest plain decoding of the same target here, whichever dtype that is. Run it
+    in one process, or in many under torchrun or srun, which share the prompts. With --json every finished prompt is
+    kept beside the report, in FILE.journal: killed at any moment, the same command goes on, with any number of
+    processes.
 
     Args:
         target: folder, hub name or .gguf file of the target.
         drafter: exported folder, or a training checkpoint.
-        prompts: JSONL file of prompts, or a data set; as in prepare.
-        limit: take only its first prompts.
+        prompts: JSONL file, a prompt a line: "prompt" (text), "messages" (turns of both, the last one the user's) or
+            "turns" (the user's turns, each asked once the one before is answered); or a data set as in prepare; or
+            gsm8k, math500, humaneval, mbpp or mt-bench, from the hub or an installed wheel, or NAME=PATH for a copy.
+        limit: take only its first prompts; of a set by name the first in the official benchmark's order.
         max_new_tokens: length limit of each text.
         dtype: what target and drafter compute in. Texts are provably equal in float32 only.
-        device: where both run; auto takes a GPU if there is one.
+        device: where both run; auto takes this process's GPU if there is one.
         thinking: the chat template's thinking switch; as in prepare.
         json: write the report to this file.
-    """
-    if json is not None:  # found out now, not after hours of decoding
-        json.parent.mkdir(parents=True, exist_ok=True)
-        json.open("a").close()
-    where = resolve_device(device)
-    tokenizer = load_tokenizer(target)
-    chosen = load_prompts(prompts, tokenizer, limit=limit, thinking=thinking)
-    limits = {
-        "max_new_tokens": max_new_tokens,
-        "stop_ids": stop_token_ids(load_generation_config(target), tokenizer),
-    }
-    draft_model = load_drafter(drafter, dtype=getattr(torch, dtype), device=where, target=target)
-    # The other dtype first and alone, so that two targets never share the memory.
-    other = torch.float32 if dtype == "bfloat16" else torch.bfloat16
-    probe = plain_speed(load_target(target, dtype=other, device=where), chosen[:PROBE_PROMPTS], limits)
-    model = load_target(target, dtype=getattr(torch, dtype), device=where)
+        plot: draw the report into this file; its ending says the format (.png, .svg, .pdf).
+        sampling: temperature and the rest of `make_scheme`; greedy without.
 
-    results = decode_prompts(model, draft_model, chosen, limits)
-    report = summarize(results, draft_model.config.block_size, baseline_tokens_per_second=probe)
+    Returns:
+        The report; None in all but the first of several processes.
+
+    Raises:
+        DataError: the prompts are malformed, or FILE.journal belongs to another target, drafter, prompts or settings.
+        ConfigError, ExportError, TargetError: each says what was found, what was expected and what to do.
+        LostRankError: another process ended before it was done.
+    """
+    place = launched_place()
+    where = resolve_device(device, place.local_rank)
+    make_scheme(device=where, **sampling)  # refuses bad settings now
+    check_outputs(json, plot)
+    with world_of_all(place) as world:
+        tokenizer = load_tokenizer(target)
+        prompt_set, rows = read_evaluation_prompts(prompts, limit, several_turns=True)
+        stop_ids = stop_token_ids(load_generation_config(target), tokenizer)
+        limits = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids}
+        questioning = Questioning(tokenizer, thinking, limits, complete_sampling(sampling), where)
+        questioning.check_room(rows, target_text_config(target).max_position_embeddings)
+        draft_model = load_drafter(drafter, dtype=getattr(torch, dtype), device=where, target=target)
+        settings = {"dtype": dtype, "device": where.type, "thinking": thinking, **limits, **questioning.sampling}
+        work = {
+            "target": asdict(target_identity(target)),
+            "drafter": drafter_identity(draft_model),
+            "prompts": rows_record(rows),
+            "settings": settings,
+            "code_version": __version__,
+        }
+        folder = json and journal_folder(json)
+        mine = range(place.rank, len(rows), place.world_size)
+        with EvaluationJournal(folder, place.rank, work) as journal:
+            missing = [number for number in mine if number not in journal.results]
+            if folder and len(missing) < len(mine):
+                say(f"{len(mine) - len(missing)} of {len(mine)} prompts were finished before, see {folder}")
+            if missing:
+                decode_missing(target, draft_model, rows, missing, questioning, journal, dtype)
+        parts = [{number: journal.results[number] for number in mine}]
+        if world is not None:
+            parts = gather_when_all_are_done(parts[0], world, MEETING_TIMEOUT, "evaluate", GO_ON)
+    if place.rank > 0:
+        return None
+    texts = {number: found for part in parts for number, found in part.items()}
+    report = summarize(
+        [text for number in sorted(texts) for text in texts[number]],
+        draft_model.config.block_size,
+        baseline_tokens_per_second=journal.plain_speed,
+    )
     # Known where the drafter was trained, not here; the key keeps reports of both places alike.
-    report["tau_before"] = None
+    report |= {"tau_before": None, "prompt_set": prompt_set, "settings": settings}
     if json is not None:
         write_whole(json, json_format.dumps(report, indent=2) + "\n")
+    if plot is not None:
+        from dflash_lightning.evaluation_plot import draw_report  # here, as matplotlib takes a second to import
+
+        draw_report(report).savefig(plot, dpi=150)
     print_report(report)
     return report
-
-
-def print_report(report: dict[str, Any]) -> None:
-    """The report as a table on stdout."""
-    lossless = report["lossless"]
-    differing = lossless["prompts"] - lossless["identical"] - lossless["ties"]
-    rows = {
-        "acceptance length tau": f"{show_number(report['tau'])}  (95 %: {show_number(report['tau_low'])} to "
-        f"{show_number(report['tau_high'])}; {report['rounds']} rounds, {report['prompts']} prompts)",
-        "teacher-forced tau": show_number(report["teacher_forced_tau"]),
-        "tokens a second": f"{report['tokens_per_second']:.1f}  (plain: {report['baseline_tokens_per_second']:.1f}, "
-        f"speed-up {report['speedup']:.2f}x)",
-        "texts": f"{lossless['identical']} equal to plain greedy, {lossless['ties']} part at a tie, {differing} differ",
-        "accepted lengths": "  ".join(f"{n}: {count}" for n, count in report["histogram"].items()),
-    }
-    rows |= {f"tau, {family}": show_number(tau) for family, tau in report["by_family"].items()}
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in rows.items():
-        table.add_row(escape(name), escape(value))
-    Console().print(table)
-
-
-def show_number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"

@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from dflash_lightning.decoding import Generation, length_limits, plain_decode, speculative_decode
 from dflash_lightning.devices import resolve_device
-from dflash_lightning.evaluate import Dtype, show_number
+from dflash_lightning.evaluate import Dtype
 from dflash_lightning.evaluation import is_tie, pooled_tau
+from dflash_lightning.evaluation_table import show_number
 from dflash_lightning.export import load_drafter
 from dflash_lightning.prompts import PromptRow, prompt_token_ids
 from dflash_lightning.sampling import make_scheme

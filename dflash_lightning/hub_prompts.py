@@ -3,13 +3,28 @@
 from collections.abc import Iterator
 from typing import Any
 
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetNotFoundError
 
 from dflash_lightning.errors import DataError
 from dflash_lightning.prompts import HUB_PREFIX
 
 FORM = "hf:NAME[,config=NAME][,split=train][,column=prompt]"
+
+
+def load_split(name: str, config: str | None, split: str) -> Dataset:
+    """A split of a data set.
+
+    Args:
+        name: of the hub, or a local folder.
+
+    Raises:
+        DataError: it can't be loaded; the message says why.
+    """
+    try:
+        return load_dataset(name, config, split=split)
+    except (DatasetNotFoundError, FileNotFoundError, ConnectionError, ValueError) as error:
+        raise DataError(f"the data set can't be loaded: {error}") from error
 
 
 def read_hub_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -30,9 +45,9 @@ def read_hub_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
             raise DataError(f"{source}: option {option!r} found; expected {FORM}.")
         settings[key] = value
     try:
-        rows = load_dataset(name, settings["config"], split=settings["split"])
-    except (DatasetNotFoundError, FileNotFoundError, ConnectionError, ValueError) as error:
-        raise DataError(f"{source}: the data set can't be loaded: {error}. Expected {FORM}.") from error
+        rows = load_split(name, settings["config"], settings["split"])
+    except DataError as error:
+        raise DataError(f"{source}: {error}. Expected {FORM}.") from error
     if (column := settings["column"]) not in rows.column_names:
         raise DataError(f"{source}: no column {column!r}; the columns are {', '.join(rows.column_names)}.")
     for number, value in enumerate(rows[column], start=1):

@@ -44,19 +44,10 @@ class Journal:
 
     def _read(self) -> None:
         data = self.path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        if len(whole) < len(data):
-            os.ftruncate(self._file, len(whole))
-        records = []
-        for number, line in enumerate(whole.splitlines(), start=1):
-            try:
-                records.append(json.loads(line))
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise DataError(
-                    f"{self.path}, line {number}: damaged ({error}). Remove the file to start this stage again."
-                ) from error
-        self.header: dict[str, Any] | None = records[0] if records else None
-        self.entries: list[dict[str, Any]] = records[1:]
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            os.ftruncate(self._file, whole)
+        self.header, self.entries = read_journal(self.path)
 
     def append(self, entry: dict[str, Any]) -> None:
         """Add one finished piece; it is on disk when this returns."""
@@ -77,3 +68,21 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def read_journal(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+    """Header (None of an empty journal) and finished pieces of a journal, which another process may be writing.
+
+    Raises:
+        DataError: A line that was finished can't be read.
+    """
+    data = path.read_bytes()
+    records = []
+    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), start=1):
+        try:
+            records.append(json.loads(line))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise DataError(
+                f"{path}, line {number}: damaged ({error}). Remove the file to start this stage again."
+            ) from error
+    return (records[0] if records else None), records[1:]

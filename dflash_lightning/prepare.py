@@ -1,8 +1,6 @@
 """Prompts -> the target's own answers -> tokens with a loss mask: the first stage of the road."""
 
 import errno
-import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -29,7 +27,7 @@ from dflash_lightning.prepared import (
     write_data,
 )
 from dflash_lightning.progress import say, track
-from dflash_lightning.prompts import PromptRow, prompt_token_ids, read_prompts
+from dflash_lightning.prompts import PromptRow, prompt_token_ids, read_prompts, rows_record
 from dflash_lightning.target import (
     load_generation_config,
     load_target,
@@ -151,7 +149,7 @@ def prepare(
     stage = _Stage(target, tokenizer, stop_ids, context, generation, batch_size, where)
     questions = [_question(row, stage) for row in rows]
     identity = target_identity(target)
-    work = {"target": asdict(identity), "generation": generation, "input": _input_record(rows)}
+    work = {"target": asdict(identity), "generation": generation, "input": rows_record(rows)}
 
     done = read_info(output)
     if done is not None:
@@ -211,14 +209,6 @@ def _question(row: PromptRow, stage: _Stage) -> _Question:
     if len(prompt_ids) > longest_prompt:
         too_long = f"the prompt has {len(prompt_ids)} tokens, the limit is {longest_prompt}"
     return _Question(row, prompt_ids, given, too_long)
-
-
-def _input_record(rows: list[PromptRow]) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    for row in rows:
-        content = [row.id, row.question(), row.response, row.finish_reason, row.extra]
-        digest.update(json.dumps(content, sort_keys=True).encode() + b"\n")
-    return {"rows": len(rows), "sha256": digest.hexdigest()}
 
 
 def _answer(questions: list[_Question], journal: Journal, stage: _Stage) -> dict[str, GreedyAnswer]:

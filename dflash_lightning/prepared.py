@@ -151,7 +151,7 @@ def refuse_other_work(record: Path, found: dict[str, Any], wanted: dict[str, Any
     if differing:
         raise DataError(
             f"{record} belongs to other work: {'; '.join(differing)}. Nothing was changed. "
-            "Give the same settings to go on with it, or choose another output folder."
+            "Give the same settings to go on with it, or choose another output."
         )
 
 

@@ -3,8 +3,8 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from dflash_lightning.errors import ConfigError, DataError
 
 HUB_PREFIX = "hf:"
 FINISH_REASONS = ("stop", "length")
-KNOWN_KEYS = {"id", "prompt", "messages", "response", "finish_reason"}
+QUESTION_KEYS = ("prompt", "messages", "turns")
+KNOWN_KEYS = {"id", *QUESTION_KEYS, "response", "finish_reason"}
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,12 @@ class PromptRow:
     Attributes:
         id: Given, or derived from the row's content, so that reordering a file keeps it.
         messages: The conversation up to the user's turn that is to be answered; a bare `prompt` is one user's turn.
-        bare: The row gave `prompt`, not `messages`.
+        bare: The row gave `prompt`, not `messages` or `turns`.
         response: An answer that the same target gave before, or None.
         finish_reason: How that answer ended: "stop" at a stop token, "length" at a limit.
         extra: All other keys, passed through.
         place: "file, line N", for messages about this row.
+        follow_ups: The user's further turns, each to be asked once the one before it is answered.
     """
 
     id: str
@@ -39,6 +41,7 @@ class PromptRow:
     finish_reason: str
     extra: dict[str, Any] = field(default_factory=dict)
     place: str = ""
+    follow_ups: tuple[str, ...] = ()
 
     @property
     def prompt(self) -> str:
@@ -46,27 +49,55 @@ class PromptRow:
         return self.messages[-1]["content"]
 
     def question(self) -> dict[str, Any]:
-        """The question in the form that it was given in."""
-        return {"prompt": self.prompt} if self.bare else {"messages": self.messages}
+        """The question in the form that it was given in, or in one that says the same."""
+        if self.bare:
+            return {"prompt": self.prompt}
+        return {"messages": self.messages} | ({"follow_ups": list(self.follow_ups)} if self.follow_ups else {})
+
+    def answered(self, reply: str) -> "PromptRow":
+        """The conversation with a reply to the latest turn, and the next turn asked."""
+        reply_and_next = [{"role": "assistant", "content": reply}, {"role": "user", "content": self.follow_ups[0]}]
+        return replace(self, messages=[*self.messages, *reply_and_next], follow_ups=self.follow_ups[1:])
 
 
-def read_prompts(source: str | Path, limit: int | None = None) -> list[PromptRow]:
+def read_prompts(source: str | Path, limit: int | None = None, *, several_turns: bool = False) -> list[PromptRow]:
     """Read and check a prompts file, or a data set named as in `hub_prompts`; `limit` takes its first rows.
 
-    A row is `{"prompt": str}` or `{"messages": [{"role", "content"}, ..., the last one the user's]}`, with an optional
-    `"id"`, and an optional answer `"response"` with `"finish_reason"` ("stop" if absent). Blank lines are skipped.
+    Args:
+        source: As for `check_rows`, a row a line; blank lines are skipped.
+        limit: Take only so many rows.
+        several_turns: Whether the reader can ask one turn after the other; else rows with several `turns` are refused.
 
     Raises:
         DataError: The file is missing or empty, or a row is malformed or its id not unique; file and line are named.
         ConfigError: `limit` is below 1.
+    """
+    return check_rows(_raw_rows(str(source)), str(source), limit, several_turns=several_turns)
+
+
+def check_rows(
+    raw: Iterable[tuple[str, dict[str, Any]]], source: str, limit: int | None = None, *, several_turns: bool = False
+) -> list[PromptRow]:
+    """Rows of prompts from pairs of place and content.
+
+    A row is `{"prompt": str}`, `{"messages": [{"role", "content"}, ..., the last one the user's]}` or `{"turns": [str,
+    ...]}`, the user's turns alone, with an optional `"id"`, and an optional answer `"response"` with `"finish_reason"`
+    ("stop" if absent).
+
+    Args, Raises: see `read_prompts`.
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"limit is {limit}; expected 1 or more, or none to take every row.")
     rows: list[PromptRow] = []
     first_place: dict[str, str] = {}
     contents: Counter[str] = Counter()
-    for place, value in _raw_rows(str(source)):
+    for place, value in raw:
         row = _row(value, place, contents)
+        if row.follow_ups and not several_turns:
+            raise DataError(
+                f"{place}: {1 + len(row.follow_ups)} `turns`, which only `evaluate` can ask one after the other. Give "
+                "one turn, or `messages` with the replies."
+            )
         if row.id in first_place:
             raise DataError(f"{row.place}: id {row.id!r} stands on {first_place[row.id]} already; make ids unique.")
         first_place[row.id] = row.place
@@ -76,6 +107,15 @@ def read_prompts(source: str | Path, limit: int | None = None) -> list[PromptRow
     if not rows:
         raise DataError(f"{source}: the file is empty. Expected a prompt on every line.")
     return rows
+
+
+def rows_record(rows: Sequence[PromptRow]) -> dict[str, Any]:
+    """How many rows, and the fingerprint of all that they say."""
+    digest = hashlib.sha256()
+    for row in rows:
+        content = [row.id, row.question(), row.response, row.finish_reason, row.extra]
+        digest.update(json.dumps(content, sort_keys=True).encode() + b"\n")
+    return {"rows": len(rows), "sha256": digest.hexdigest()}
 
 
 def _raw_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -112,7 +152,7 @@ def prompt_token_ids(row: PromptRow, tokenizer: PreTrainedTokenizerBase, thinkin
         raise ConfigError(f"thinking is {thinking}, but the target's chat template has no `enable_thinking` switch.")
     if not template:
         if not row.bare:
-            raise DataError(f"{row.place}: `messages` need a chat template, and this target has none; give `prompt`.")
+            raise DataError(f"{row.place}: turns need a chat template, and this target has none; give `prompt`.")
         ids = tokenizer(row.prompt).input_ids
     else:
         switches = {} if thinking is None else {"enable_thinking": thinking}
@@ -137,12 +177,16 @@ def _json(line: bytes, place: str) -> dict[str, Any]:
 
 
 def _row(value: dict[str, Any], place: str, contents: Counter[str]) -> PromptRow:
-    if ("prompt" in value) == ("messages" in value):
-        found = "both" if "prompt" in value else "neither"
-        raise DataError(f"{place}: found {found} of `prompt` and `messages`, expected one of them.")
-    bare = "prompt" in value
-    messages = [{"role": "user", "content": value["prompt"]}] if bare else value["messages"]
-    _check_messages(messages, place, "prompt" if bare else "messages")
+    keys = [key for key in QUESTION_KEYS if key in value]
+    if len(keys) != 1:
+        raise DataError(f"{place}: found {' and '.join(keys) or 'none'} of {', '.join(QUESTION_KEYS)}; expected one.")
+    (key,) = keys
+    messages, follow_ups = value[key], ()
+    if key == "prompt":
+        messages = [{"role": "user", "content": value["prompt"]}]
+    elif key == "turns":
+        messages, follow_ups = _turns(value["turns"], place)
+    _check_messages(messages, place, key)
     response, reason = value.get("response"), value.get("finish_reason", "stop")
     if response is not None and not isinstance(response, str):
         raise DataError(f"{place}: `response` is a {type(response).__name__}, expected text.")
@@ -150,13 +194,23 @@ def _row(value: dict[str, Any], place: str, contents: Counter[str]) -> PromptRow
         raise DataError(f"{place}: `finish_reason` is {reason!r}, expected one of {', '.join(FINISH_REASONS)}.")
     row_id = value.get("id")
     if row_id is None:
-        key = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:16]
-        contents[key] += 1
-        row_id = key if contents[key] == 1 else f"{key}-{contents[key]}"
+        content = [messages, follow_ups] if follow_ups else messages
+        sha256 = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+        contents[sha256] += 1
+        row_id = sha256 if contents[sha256] == 1 else f"{sha256}-{contents[sha256]}"
     elif not isinstance(row_id, str) or not row_id:
         raise DataError(f"{place}: `id` is {row_id!r}, expected text that isn't empty.")
     extra = {key: item for key, item in value.items() if key not in KNOWN_KEYS}
-    return PromptRow(row_id, messages, bare, response, reason, extra, place)
+    return PromptRow(row_id, messages, key == "prompt", response, reason, extra, place, follow_ups)
+
+
+def _turns(turns: Any, place: str) -> tuple[list[dict[str, str]], tuple[str, ...]]:
+    """The first of the user's turns as messages, and the others."""
+    if not isinstance(turns, list) or not turns:
+        raise DataError(f"{place}: `turns` is {turns!r}, expected a list of the user's turns that isn't empty.")
+    for turn in turns:
+        _check_messages([{"role": "user", "content": turn}], place, "turns")
+    return [{"role": "user", "content": turns[0]}], tuple(turns[1:])
 
 
 def _check_messages(messages: Any, place: str, key: str) -> None:

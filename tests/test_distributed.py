@@ -52,7 +52,7 @@ def meet(rank: int, folder: Path) -> None:
     """Two ranks meet; then rank 1 stays away until the other has given up."""
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     group = distributed.new_group(backend="gloo", timeout=timedelta(minutes=5))
-    met = gather_when_all_are_done({rank: "x" * rank}, group, timedelta(minutes=5), "meeting")
+    met = gather_when_all_are_done({rank: "x" * rank}, group, timedelta(minutes=5), "meeting", "Do.")
     assert met == [{0: ""}, {1: "x"}]
     message = folder / "message.txt"
     if rank == 1:
@@ -60,7 +60,7 @@ def meet(rank: int, folder: Path) -> None:
             time.sleep(0.05)
         return
     with pytest.raises(LostRankError) as found:
-        gather_when_all_are_done(rank, group, timedelta(seconds=3), "decoding at step 9")
+        gather_when_all_are_done(rank, group, timedelta(seconds=3), "decoding at step 9", "Start again.")
     message.write_text(str(found.value))
 
 
@@ -69,5 +69,5 @@ def test_ranks_meet_at_the_end_and_name_the_one_that_does_not_come(tmp_path):
     torch.multiprocessing.spawn(meet, (tmp_path,), nprocs=2)
     message = (tmp_path / "message.txt").read_text()
     assert message.startswith("decoding at step 9: rank 0 was done and waited for the others in vain (")
-    assert "by more than 0.05 minutes, give the ranks less to do or raise timeout_minutes" in message
+    assert "slower by more than 0.05 minutes. Start again." in message
     assert "Ranks 1 failed" in message

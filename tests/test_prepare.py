@@ -123,7 +123,7 @@ def test_a_target_without_chat_template_gets_the_bare_prompt(llama_folder, tmp_p
     assert info.generation["mode"] == "plain"
     assert byte_tokenizer().decode(sample.input_ids[: sample.response_start]) == "Once upon"
     chat = write_rows(tmp_path / "chat.jsonl", [{"messages": [{"role": "user", "content": "Hi"}]}])
-    with pytest.raises(DataError, match="line 1: `messages` need a chat template"):
+    with pytest.raises(DataError, match="line 1: turns need a chat template"):
         prepare(str(folder), chat, tmp_path / "other", **SETTINGS)
 
 
@@ -163,8 +163,8 @@ def test_rows_that_are_all_skipped_are_an_error_and_leave_nothing_behind(llama_f
         ("\n\n", "the file is empty"),
         ('{"prompt": "a"}\n{"prompt": \n', "line 2: not JSON"),
         ('{"prompt": "a"}\n\n[1]\n', "line 3: found a list"),
-        ('{"text": "a"}\n', "line 1: found neither of `prompt` and `messages`"),
-        ('{"prompt": "a", "messages": []}\n', "line 1: found both"),
+        ('{"text": "a"}\n', "line 1: found none of prompt, messages, turns; expected one"),
+        ('{"prompt": "a", "messages": []}\n', "line 1: found prompt and messages of"),
         ('{"prompt": "  "}\n', "line 1: the prompt is empty"),
         ('{"prompt": 5}\n', "line 1: `prompt` is a int"),
         ('{"messages": []}\n', "line 1: `messages` is \\[\\]"),

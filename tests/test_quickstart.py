@@ -103,7 +103,7 @@ def test_the_shortened_quickstart_makes_a_drafter_that_decodes(tmp_path):
     assert validation["tau"] > 1.2
     assert validation["tau"] > validation["tau_before"]
     assert lossless["identical"] + lossless["ties"] == lossless["prompts"] == 6
-    assert validation["lossless_float32"] == {"prompts": 6, "identical": 6, "ties": 0}
+    assert validation["lossless_float32"] == {"prompts": 6, "identical": 6, "ties": 0, "differing": 0}
     assert (check["identical"], check["prompts"]) == (6, 6)
     assert check["tau"] == pytest.approx(check["tau_ours"])
     assert summary["train"]["loss_last"] < summary["train"]["loss_first"]

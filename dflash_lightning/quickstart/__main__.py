@@ -17,7 +17,9 @@ from dflash_lightning.cli import function_parser, one_message, parsed_settings
 from dflash_lightning.decoding import plain_decode
 from dflash_lightning.durable import write_whole
 from dflash_lightning.errors import TargetError
+from dflash_lightning.evaluate import journal_folder
 from dflash_lightning.evaluation import evaluate_prompt, load_prompts, pooled_tau
+from dflash_lightning.evaluation_report import lossless_counts
 from dflash_lightning.export import load_drafter
 from dflash_lightning.prepared import dump_line
 from dflash_lightning.quickstart.prompts import FAMILIES, HELD_OUT_PER_FAMILY, TRAIN_PER_FAMILY, make_prompts
@@ -63,11 +65,7 @@ def check_in_float32(run: Path, result: Path, max_new_tokens: int) -> None:
         **limits,
     )
     report = {
-        "float32": {
-            "prompts": len(results),
-            "identical": sum(result.identical for result in results),
-            "ties": sum(result.tie for result in results),
-        },
+        "float32": lossless_counts([[result] for result in results]),
         "transformers_check": {**asdict(check), "tau_ours": pooled_tau(r.committed for r in results)},
     }
     write_whole(result, json.dumps(report, indent=2) + "\n")
@@ -162,6 +160,8 @@ def quickstart(
             *("--prompts", str(run / "heldout.jsonl"), "--limit", str(held_out), *length),
             *("--json", str(evaluation)),
         ],
+        # Of an earlier run with another drafter, or of one that was killed: a few prompts are soon decoded again.
+        before=lambda: shutil.rmtree(journal_folder(evaluation), ignore_errors=True),
     )
     stages.commands(
         "export",

@@ -1,0 +1,170 @@
+"""The command `evaluate`: conversations, samples, and the same report after a kill and on any number of ranks."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from export_helpers import save_checkpoint
+from helpers import load_tiny, make_drafter
+from prepare_helpers import write_rows
+
+from dflash_lightning import evaluate as evaluate_module
+from dflash_lightning.decoding import plain_decode
+from dflash_lightning.errors import ConfigError, DataError
+from dflash_lightning.evaluate import evaluate, journal_folder
+from dflash_lightning.target import load_tokenizer
+
+TIMES = ("tokens_per_second", "baseline_tokens_per_second", "speedup", "seconds_to_first_token")
+ROWS = [{"prompt": f"Say {'very ' * (i % 5)}{i}", "family": "ab"[i % 2]} for i in range(30)]
+ROWS += [{"turns": [f"Name {i} things.", "And one more?", "Why?"]} for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def drafter(llama_folder, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("drafter") / "drafter.ckpt"
+    save_checkpoint(path, make_drafter(load_tiny(llama_folder), scale=3.0), llama_folder)
+    return path
+
+
+@pytest.fixture
+def settings(llama_folder, drafter, tmp_path) -> dict:
+    prompts = write_rows(tmp_path / "prompts.jsonl", ROWS)
+    return {
+        **{"target": str(llama_folder), "drafter": drafter, "prompts": str(prompts)},
+        **{"max_new_tokens": 12, "dtype": "float32", "device": "cpu"},
+    }
+
+
+def command(settings: dict) -> list[str]:
+    return ["evaluate", *(f"--{name.replace('_', '-')}={value}" for name, value in settings.items())]
+
+
+def without_times(report: dict) -> dict:
+    return {name: value for name, value in report.items() if name.removeprefix("plain_") not in TIMES}
+
+
+def texts_of(report: Path) -> list[dict]:
+    """Texts in the journals of a report, without times, in order."""
+    lines = [line for path in journal_folder(report).iterdir() for line in path.read_text().splitlines()[1:]]
+    entries = [entry for entry in map(json.loads, lines) if "prompt" in entry]
+    assert len({entry["prompt"] for entry in entries}) == len(entries), "a prompt was decoded twice"
+    texts = [text for entry in sorted(entries, key=lambda entry: entry["prompt"]) for text in entry["texts"]]
+    return [{name: value for name, value in text.items() if "seconds" not in name} for text in texts]
+
+
+def test_each_turn_follows_the_reply_to_the_one_before(llama_folder, settings, tmp_path):
+    """Against a loop that knows nothing of drafters."""
+    rows = [*ROWS[:2], *ROWS[-2:]]
+    prompts = write_rows(tmp_path / "few.jsonl", rows)
+    report = evaluate(**{**settings, "prompts": str(prompts)}, json=tmp_path / "report.json")
+    target, tokenizer, expected = load_tiny(llama_folder), load_tokenizer(str(llama_folder)), []
+    for row in rows:
+        text = ""
+        for question in row.get("turns") or [row["prompt"]]:
+            text += f"<|start|>user\n{question}<|end|><|start|>assistant\n"
+            ids = tokenizer(text, add_special_tokens=False).input_ids
+            reply = plain_decode(target, ids, max_new_tokens=12, stop_ids=(2,)).token_ids
+            expected.append((ids, reply))
+            text += tokenizer.decode(reply, skip_special_tokens=True) + "<|end|>"
+    found = texts_of(tmp_path / "report.json")
+    assert [(text["prompt"]["token_ids"], text["token_ids"]) for text in found] == expected
+    assert [text["prompt"]["turn"] for text in found] == [0, 0, 0, 1, 2, 0, 1, 2]
+    assert (report["prompts"], report["texts"], report["prompt_set"]) == (4, 8, "few.jsonl")
+    assert report["lossless"] == {"prompts": 4, "identical": 4, "ties": 0, "differing": 0}
+    assert sum(report["histogram"].values()) == report["rounds"] == sum(len(text["committed"]) for text in found)
+
+
+def test_sampled_texts_follow_from_seed_and_prompt_alone(settings, tmp_path):
+    rows = [*ROWS[:6], *ROWS[-2:]]
+
+    def texts(rows, **sampling):
+        report = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
+        prompts = write_rows(tmp_path / "few.jsonl", rows)
+        found = evaluate(**{**settings, "prompts": str(prompts)}, temperature=1.0, **sampling, json=report)
+        assert found["lossless"] is None
+        assert {name: found["settings"][name] for name in sampling} == sampling
+        return {(text["prompt"]["id"], text["prompt"]["turn"]): text["token_ids"] for text in texts_of(report)}
+
+    first = texts(rows, top_k=50, seed=3)
+    assert texts(rows[::-1], top_k=50, seed=3) == first
+    other = texts(rows, top_k=50, seed=4)
+    assert all(other[key] != text for key, text in first.items() if key[1] == 0)
+
+
+def test_other_work_is_refused_by_field_and_the_same_is_not_done_again(
+    settings, llama_folder, qwen3_folder, tmp_path, monkeypatch, capsys
+):
+    settings = {**settings, "json": tmp_path / "report.json", "limit": 3}
+    report = evaluate(**settings)
+    other = tmp_path / "other.ckpt"
+    save_checkpoint(other, make_drafter(load_tiny(llama_folder), scale=3.0, seed=1), llama_folder)
+    qwen3 = tmp_path / "qwen3.ckpt"
+    save_checkpoint(qwen3, make_drafter(load_tiny(qwen3_folder)), qwen3_folder)
+    for change, message in (
+        ({"drafter": other}, r"drafter\.weights_sha256: there '"),
+        ({"target": str(qwen3_folder), "drafter": qwen3}, r"target\.weights_sha256: there '"),
+        ({"limit": 4}, r"prompts\.rows: there 3, asked for 4; prompts\.sha256"),
+        ({"max_new_tokens": 9, "temperature": 0.5}, r"max_new_tokens: there 12, asked for 9; settings\.temperature"),
+    ):
+        with pytest.raises(DataError, match=message):
+            evaluate(**{**settings, **change})
+    monkeypatch.setattr(evaluate_module, "load_target", None)
+    moved = tmp_path / "moved.ckpt"
+    moved.write_bytes(Path(settings["drafter"]).read_bytes())
+    assert evaluate(**{**settings, "drafter": moved, "plot": tmp_path / "new" / "plot.png"}) == report
+    assert "3 of 3 prompts were finished before" in capsys.readouterr().out
+    assert (tmp_path / "new" / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"top_k": 3}, "temperature is 0"),
+        ({"plot": Path("x.bmp")}, r"plot is x\.bmp; expected a name that ends with \.png"),
+        (
+            {"max_new_tokens": 250},
+            r"line 31: 3 turns .* may have \d+ tokens before the last answer, .* has 512 positions",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_anything_is_loaded(settings, monkeypatch, change, message):
+    monkeypatch.setattr(evaluate_module, "load_target", None)
+    with pytest.raises(ConfigError, match=message):
+        evaluate(**{**settings, **change})
+
+
+@pytest.mark.slow
+def test_killed_and_continued_is_the_same_report(settings, tmp_path):
+    whole = evaluate(**settings, json=tmp_path / "whole.json")
+    killed = {**settings, "json": tmp_path / "killed.json"}
+    process = subprocess.Popen([sys.executable, "-m", "dflash_lightning", *command(killed)], stdout=subprocess.DEVNULL)
+    journal = journal_folder(killed["json"]) / "rank-0.jsonl"
+    deadline = time.monotonic() + 600
+    while not (journal.exists() and journal.read_bytes().count(b"\n") > 5):
+        assert process.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert 4 <= len(journal.read_bytes().splitlines()) - 2 < len(ROWS)
+    with journal.open("ab") as file:
+        file.write(b'{"prompt": 35, "texts": [{"torn')
+    report = evaluate(**killed)
+    assert without_times(report) == without_times(whole)
+    assert texts_of(tmp_path / "killed.json") == texts_of(tmp_path / "whole.json")
+    assert json.loads((tmp_path / "killed.json").read_text()) == report
+
+
+@pytest.mark.slow
+def test_two_ranks_report_what_one_does(settings, tmp_path):
+    whole = evaluate(**settings, json=tmp_path / "whole.json")
+    shared = {**settings, "json": tmp_path / "shared.json"}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run([*launch, "-m", "dflash_lightning", *command(shared)], check=True, timeout=600)
+    assert {path.name for path in journal_folder(shared["json"]).iterdir()} == {"rank-0.jsonl", "rank-1.jsonl"}
+    assert without_times(json.loads(shared["json"].read_text())) == without_times(whole)
+    assert texts_of(shared["json"]) == texts_of(tmp_path / "whole.json")
