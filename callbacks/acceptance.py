@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,18 @@ IF_LOST = (
     "them less to do."
 )
 LOGGED = ("tau", "tau_low", "tau_high", "teacher_forced_tau", "tokens_per_second", "speedup")
+
+
+class DecodingObserver(Callback):
+    """A callback that `DecodedAcceptance` tells about each decoding, on every rank."""
+
+    def on_decoded(self, trainer: L.Trainer, report: dict[str, Any], results: Sequence[PromptResult]) -> None:
+        """After a decoding, before its figures are logged.
+
+        Args:
+            report: as it is written to ``decoding.jsonl``.
+            results: of all prompts, in the order of their file.
+        """
 
 
 class DecodedAcceptance(Callback):
@@ -177,6 +190,9 @@ class DecodedAcceptance(Callback):
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / "decoding.jsonl").open("a") as file:
                 file.write(json.dumps(report) + "\n")
+        for observer in trainer.callbacks:
+            if isinstance(observer, DecodingObserver):
+                observer.on_decoded(trainer, report, results)
         lossless = report["lossless"]
         values = {f"decode/{name}": report[name] for name in LOGGED if report[name] is not None}
         values["decode/identical"] = lossless["identical"]

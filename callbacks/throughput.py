@@ -1,5 +1,6 @@
-"""How fast training goes, how much of it is waiting for data, and how much of the data is padding."""
+"""How fast training goes, how much of it is waiting for data, how much of the data is padding; and memory."""
 
+import resource
 import time
 from typing import Any
 
@@ -11,13 +12,16 @@ from torch._dynamo.utils import counters
 from datamodules.feature_cache import ResumableLoader
 from dflash_lightning.module import ContextBatch
 
+GIB = 2**30
+
 
 class Throughput(Callback):
-    """Logs label tokens/s over all ranks, seconds a step, and the shares of waiting for data and of padding.
+    """Logs label tokens/s over all ranks, seconds a step, the shares of waiting for data and of padding, and memory.
 
     A step's seconds are those that its micro-batches were waited for and those that they were computed in. Validation
     and checkpoints aren't counted. ``perf/label_tokens`` and ``perf/training_seconds`` are totals since the first step;
-    after a resume they go on from the last log line before the checkpoint.
+    after a resume they go on from the last log line before the checkpoint. Memory is the most that a rank has taken
+    so far: ``perf/device_memory_gib`` by torch on its GPU (0 on CPU), ``perf/host_memory_gib`` by its process.
     """
 
     def __init__(self) -> None:
@@ -57,6 +61,7 @@ class Throughput(Callback):
         counts = trainer.strategy.reduce(self._counts.to(pl_module.device), reduce_op="sum")
         labels, context, padding = counts.tolist()
         self.label_tokens += labels
+        memory = trainer.strategy.reduce(_peak_memory(pl_module.device), reduce_op="max").tolist()
         seconds = self._waited + self._computed
         self.training_seconds += seconds
         pl_module.log_dict(
@@ -67,7 +72,16 @@ class Throughput(Callback):
                 "perf/padding_share": padding / context,
                 "perf/label_tokens": float(self.label_tokens),
                 "perf/training_seconds": self.training_seconds,
+                "perf/device_memory_gib": memory[0],
+                "perf/host_memory_gib": memory[1],
                 "perf/compiled_graphs": float(counters["stats"]["unique_graphs"]),
             }
         )
         self._reset()
+
+
+def _peak_memory(device: torch.device) -> torch.Tensor:
+    """[2] GiB that this rank has taken at most: on its GPU, and of the machine's memory."""
+    on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return torch.tensor([on_device, on_host], device=device, dtype=torch.float32) / GIB

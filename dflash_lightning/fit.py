@@ -10,6 +10,8 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
+from callbacks.fault_watch import WatchForFaults
+from callbacks.tensorboard_pages import TensorBoardPages
 from datamodules import FeatureCacheDataModule
 from dflash_lightning.distributed import is_of_lost_rank, launched_place
 from dflash_lightning.errors import ConfigError, DFlashError, LostRankError
@@ -63,7 +65,8 @@ class FitCLI(LightningCLI):
             check_same_run(start.checkpoint, model.making(), self.trainer)
             if start.step >= self.trainer.max_steps:
                 rank_zero_info(f"nothing is left to train: trainer.max_steps is {self.trainer.max_steps}")
-        self.trainer.callbacks.append(OneStart(start))
+        settings = self._parser("fit").dump(self.config["fit"])
+        self.trainer.callbacks += [OneStart(start), WatchForFaults(), TensorBoardPages(settings, start.step)]
         self.trainer.fit(model, datamodule=datamodule, ckpt_path=start.checkpoint)
 
 

@@ -129,6 +129,7 @@ class DFlashModule(L.LightningModule):
         self.optimizer_settings = optimizer or OptimizerSettings()
         self.activation_checkpointing = activation_checkpointing
         self.step_guard = StepGuard(max_skipped_steps)
+        self.start_from = start_from
         self.drafter_config, self._initial_weights = choose_drafter(target, drafter, start_from)
         self.target_identity = target_identity(target)
         self.train_metrics = BlockMetrics(self.drafter_config.block_size)
@@ -185,6 +186,7 @@ class DFlashModule(L.LightningModule):
         return {
             "loss": spoil_gradients_of_nonfinite(loss * (cuts / batch["anchors_in_step"].clamp(min=1))),
             "num_labels": blocks.supervised.sum().detach(),
+            "entropy": results.entropy.detach().sum(),
         }
 
     def on_train_batch_end(self, _outputs: Any, _batch: ContextBatch, batch_index: int) -> None:
@@ -192,6 +194,7 @@ class DFlashModule(L.LightningModule):
         ends_step = (batch_index + 1) % self.trainer.accumulate_grad_batches == 0
         if ends_step and step % self.trainer.log_every_n_steps == 0:
             self._log_metrics(self.train_metrics, "train")
+            self.log_dict(dict(zip(self._rate_names, self._rates, strict=True)))
 
     def validation_step(self, batch: ContextBatch, _batch_index: int) -> None:
         results, _ = self._score(batch)
@@ -211,6 +214,7 @@ class DFlashModule(L.LightningModule):
 
     def lr_scheduler_step(self, scheduler: LambdaLR, metric: None) -> None:
         """Leave the learning rate where it is after a step that was left out."""
+        self._rates = scheduler.get_last_lr()  # of the step that has just been taken
         if math.isfinite(self.step_guard.gradient_norm(self.trainer)):
             super().lr_scheduler_step(scheduler, metric)
 
@@ -222,6 +226,8 @@ class DFlashModule(L.LightningModule):
         optimizer = make_optimizer(self.drafter, settings)
         schedule = LambdaLR(optimizer, lambda step: settings.scale(step, max_steps))
         self._peaks = list(schedule.base_lrs)
+        muon = ["train/learning_rate_muon"] if settings.muon else []
+        self._rate_names = [*muon, "train/learning_rate"]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def making(self) -> dict[str, Any]:

@@ -220,7 +220,7 @@ def test_results_stand_in_the_slots_they_belong_to(llama_folder):
 
 
 def naive_metrics(batches, block_size):
-    loss_sum, blocks, accepted = 0.0, 0, 0
+    loss_sum, entropy_sum, blocks, accepted = 0.0, 0.0, 0, 0
     hits, seen = [0] * block_size, [0] * block_size
     for results, loss in batches:
         loss_sum += float(loss)
@@ -235,10 +235,16 @@ def naive_metrics(batches, block_size):
                     supervised = bool(results.supervised[row, block, k])
                     right = supervised and bool(results.correct[row, block, k])
                     seen[k] += supervised
+                    entropy_sum += supervised * float(results.entropy[row, block, k])
                     hits[k] += right
                     leading = leading and right
                     accepted += leading
-    values = {"loss": loss_sum / blocks, "teacher_forced_tau": accepted / blocks, "accuracy": sum(hits) / sum(seen)}
+    values = {
+        "loss": loss_sum / blocks,
+        "cross_entropy": entropy_sum / sum(seen),
+        "teacher_forced_tau": accepted / blocks,
+        "accuracy": sum(hits) / sum(seen),
+    }
     return values | {f"accuracy_slot_{k}": hits[k] / seen[k] for k in range(1, block_size)}
 
 

@@ -1,0 +1,94 @@
+"""What a decoding looks like in TensorBoard: a picture of acceptance by slot, and texts with accepted spans marked."""
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from transformers import PreTrainedTokenizerBase
+
+from dflash_lightning.evaluation import PromptResult, pooled_tau
+
+ROUND = "¦"
+PUNCTUATION = re.compile(r"[!-/:-@\[-`{-~]")
+
+
+def accepted_by_slot(lengths: Iterable[int], block_size: int) -> list[float]:
+    """Share of blocks in which slots 1 to k were all accepted, for each slot k = 1 to block_size - 1.
+
+    Args:
+        lengths: tokens that each block committed, the bonus token included.
+    """
+    committed = np.array(list(lengths))
+    return [float((committed > slot).mean()) for slot in range(1, block_size)]
+
+
+def acceptance_picture(results: Sequence[PromptResult], block_size: int, title: str) -> Figure:
+    """How far blocks are accepted: by decoding, and by the training forward over the same texts."""
+    figure = Figure(figsize=(9, 3.4), dpi=90, layout="constrained")
+    by_slot, by_length = figure.subplots(1, 2)
+    slots = range(1, block_size)
+    kinds = {
+        "decoded": [n for result in results for n in result.committed],
+        "teacher-forced, same texts": [n for result in results for n in result.accepted_teacher_forced],
+    }
+    for (label, lengths), marker in zip(kinds.items(), "os", strict=True):
+        if lengths:
+            by_slot.plot(slots, accepted_by_slot(lengths, block_size), marker=marker, label=label)
+    by_slot.set(xlabel="slot", ylabel="blocks accepted up to it", ylim=(0, 1), title=title)
+    by_slot.legend(frameon=False)
+    counts = np.bincount(kinds["decoded"], minlength=block_size + 1)[1:]
+    by_length.bar(range(1, block_size + 1), counts)
+    by_length.set(xlabel="tokens committed by a round, bonus included", ylabel="rounds", title="decoded rounds")
+    for axes in (by_slot, by_length):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def sample_page(results: Sequence[PromptResult], tokenizer: PreTrainedTokenizerBase, step: int) -> str:
+    """Markdown: texts of a few prompts as the rounds committed them, and plain greedy decoding beside."""
+    parts = [
+        f"**Step {step}.** {ROUND} ends a verify round. **Bold** was drafted and accepted; what is left of a round is "
+        "the target's own token (the bonus). *Slanted* is the plain text from where the two part."
+    ]
+    for result in results:
+        tau, rounds = pooled_tau([result.committed]), len(result.committed)
+        tau = "no round" if tau is None else f"tau {tau:.2f} in {rounds} rounds"
+        equality = "equal to plain greedy" if result.identical else "parts at a tie" if result.tie else "**DIFFERS**"
+        parts.append(
+            f"### {plain_markdown(result.prompt.id)}: {tau}, {equality}\n\n"
+            f"{plain_markdown(tokenizer.decode(result.prompt.token_ids, skip_special_tokens=True).strip())}\n\n"
+            "| with the drafter | plain greedy |\n|---|---|\n"
+            f"| {_marked(result, tokenizer)} | {_plain(result, tokenizer)} |"
+        )
+    return "\n\n".join(parts)
+
+
+def _marked(result: PromptResult, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text round by round. The last token of a round counts as the target's, also where the text was cut there."""
+
+    def shown(start: int, end: int) -> str:
+        return plain_markdown(tokenizer.decode(result.token_ids[start:end]))
+
+    text = shown(0, 1)  # from the prefill
+    for start, end in pairwise(accumulate(result.committed, initial=1)):
+        drafted = f"<strong>{shown(start, end - 1)}</strong>" if end - start > 1 else ""
+        text += ROUND + drafted + shown(end - 1, end)
+    return text
+
+
+def _plain(result: PromptResult, tokenizer: PreTrainedTokenizerBase) -> str:
+    own, plain = result.token_ids, result.plain_token_ids
+    shorter = min(len(own), len(plain))
+    parting = next((i for i in range(shorter) if own[i] != plain[i]), shorter)
+    same, other = (plain_markdown(tokenizer.decode(ids)) for ids in (plain[:parting], plain[parting:]))
+    return same + (f"<em>{other}</em>" if other else "")
+
+
+def plain_markdown(text: str) -> str:
+    """Markdown, of one line, that shows the text as it is."""
+    return PUNCTUATION.sub(lambda found: f"&#{ord(found[0])};", text).replace("\n", "<br>")

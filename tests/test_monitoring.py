@@ -1,0 +1,174 @@
+"""What a run leaves in TensorBoard, read back from its event files, a resume included."""
+
+import html
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from fit_helpers import checkpoints, fit_config
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugin_util import markdown_to_safe_html
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import plugin_data_pb2
+from training_helpers import random_sample, write_cache
+
+from callbacks.decoding_pages import accepted_by_slot, plain_markdown
+from dflash_lightning.fit import fit
+from dflash_lightning.target import load_tokenizer
+
+PROMPTS = [{"id": f"p|{i}", "family": "ab"[i % 2], "prompt": f"say *{i * 7}* please"} for i in range(5)]
+
+
+def events_of(folder: Path) -> EventAccumulator:
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0, "histograms": 0, "images": 0})
+    return events.Reload()
+
+
+def texts_of(events: EventAccumulator, name: str) -> dict[int, str]:
+    """Texts by step."""
+    return {event.step: event.tensor_proto.string_val[0].decode() for event in events.Tensors(f"{name}/text_summary")}
+
+
+@pytest.fixture(scope="module")
+def config(llama_folder, tmp_path_factory) -> dict:
+    """12 steps, a validation after each third; a checkpoint of every validation stays."""
+    folder = tmp_path_factory.mktemp("run")
+    samples = [random_sample(f"s{i}", 30 + i, 6, 64, seed=i) for i in range(24)]
+    write_cache(folder / "cache", samples, target=llama_folder, layer_ids=[1, 3], hidden_size=32)
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    decoding = {"prompts": str(prompts), "max_new_tokens": 12}
+    callbacks = [
+        {"class_path": "callbacks.DecodedAcceptance", "init_args": decoding},
+        {"class_path": "callbacks.Throughput"},
+        checkpoints(folder, "{step}", save_top_k=-1),
+    ]
+    config = fit_config(llama_folder, folder / "cache", folder, callbacks)
+    config["trainer"] |= {"strategy": "auto", "precision": "32-true"}
+    config["trainer"]["logger"]["init_args"]["default_hp_metric"] = False
+    return config
+
+
+@pytest.fixture(scope="module")
+def logs(config) -> Path:
+    """The logs of a run that went on from its sixth step after it had done nine: the last three of them count twice."""
+    folder = Path(config["trainer"]["default_root_dir"])
+    file = folder / "fit.yaml"
+    file.write_text(yaml.safe_dump(config))
+    fit(["--config", str(file), "--trainer.max_steps", "9"])
+    fit(["--config", str(file), "--resume", str(folder / "checkpoints" / "step=6.ckpt")])
+    return folder / "logs"
+
+
+@pytest.mark.slow
+def test_every_name_is_documented_and_every_documented_name_is_logged(logs):
+    page = (Path(__file__).parent.parent / "docs" / "monitoring.md").read_text()
+    tables = "\n".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
+    documented = set(re.findall(r"`([a-z]+/[^`]+)`", tables))
+    tags = events_of(logs).Tags()
+    texts = {name.removesuffix("/text_summary") for name in tags["tensors"] if name.endswith("/text_summary")}
+    texts -= {name for name in texts if name.startswith("warnings/")}
+    logged = {re.sub(r"slot_\d+$", "slot_<k>", name) for name in tags["scalars"]} - {"epoch"}
+    logged |= texts | set(tags["images"]) | set(tags["histograms"])
+    assert logged == documented - {"train/learning_rate_muon", "warnings/<name>"}
+
+
+@pytest.mark.slow
+def test_a_resume_takes_back_what_was_logged_after_its_checkpoint(logs):
+    events = events_of(logs)
+    for name, expected in (
+        ("train/loss", [1, 3, 5, 7, 9, 11]),
+        ("train/learning_rate", [1, 3, 5, 7, 9, 11]),
+        ("perf/label_tokens", [1, 3, 5, 7, 9, 11]),
+        ("val/loss", [2, 5, 8, 11]),
+        ("decode/tau", [0, 2, 5, 8, 11]),
+    ):
+        assert [event.step for event in events.Scalars(name)] == expected, name
+    for name in ("Histograms", "Images"):
+        assert [[e.step for e in getattr(events, name)(tag)] for tag in events.Tags()[name.lower()]] == [
+            [0, 2, 5, 8, 11]
+        ]
+    assert list(texts_of(events, "decode/samples")) == [0, 2, 5, 8, 11]
+    assert list(texts_of(events, "run/settings")) == [0, 6]
+
+
+@pytest.mark.slow
+def test_the_layout_shows_names_that_are_logged(logs):
+    events = events_of(logs)
+    names = events.Tags()["scalars"]
+    layout = layout_pb2.Layout.FromString(events.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0])
+    assert [category.title for category in layout.category] == ["acceptance", "training", "speed"]
+    for chart in (chart for category in layout.category for chart in category.chart):
+        patterns = list(chart.multiline.tag)
+        for series in chart.margin.series:
+            assert {series.value, series.lower, series.upper} <= set(names)
+            patterns += [series.value]
+        assert patterns
+        for pattern in patterns:
+            assert any(re.match(pattern, name) for name in names), f"{chart.title}: {pattern}"
+
+
+@pytest.mark.slow
+def test_the_table_of_runs_has_settings_beside_results(logs):
+    events = events_of(logs)
+    plugin_data = events.PluginTagToContent("hparams")
+    session = plugin_data_pb2.HParamsPluginData.FromString(plugin_data["_hparams_/session_start_info"])
+    settings = session.session_start_info.hparams
+    assert settings["optimizer.lr"].number_value == 0.01
+    assert settings["loss.weighting"].string_value == "decay"
+    assert settings["data.num_anchors"].number_value == 8
+    assert settings["trainer.max_steps"].number_value == 9  # of the first start: TensorBoard keeps the first it reads
+    experiment = plugin_data_pb2.HParamsPluginData.FromString(plugin_data["_hparams_/experiment"]).experiment
+    results = {metric.name.tag for metric in experiment.metric_infos}
+    assert "decode/tau" in results
+    assert results <= set(events.Tags()["scalars"])
+    assert "_hparams_/session_end_info" in plugin_data
+
+
+@pytest.mark.slow
+def test_settings_and_versions_are_there_as_text(logs, config):
+    events = events_of(logs)
+    written = yaml.safe_load(texts_of(events, "run/settings")[6].removeprefix("```yaml").removesuffix("```"))
+    assert written["model"]["target"] == config["model"]["target"]
+    assert written["trainer"]["max_steps"] == 12
+    assert "| torch | 2.13" in texts_of(events, "run/versions")[6]
+
+
+@pytest.mark.slow
+def test_histogram_picture_and_samples_are_the_decodings(logs, llama_folder):
+    events = events_of(logs)
+    reports = [json.loads(line) for line in (logs / "decoding.jsonl").read_text().splitlines()]
+    latest = {max(report["step"] - 1, 0): report for report in reports}  # of step 9 there are two
+    for event in events.Histograms("decode/committed_by_round"):
+        report, found = latest[event.step], event.histogram_value
+        assert found.num == report["rounds"]
+        assert found.sum == sum(int(n) * count for n, count in report["histogram"].items())
+        counts = dict(zip((limit - 0.5 for limit in found.bucket_limit), found.bucket, strict=True))
+        assert {str(int(n)): count for n, count in counts.items() if count} == {
+            n: count for n, count in report["histogram"].items() if count
+        }
+    for event in events.Images("decode/acceptance_by_slot"):
+        assert event.encoded_image_string.startswith(b"\x89PNG")
+        assert event.width > 2 * event.height
+    tokenizer = load_tokenizer(str(llama_folder))
+    for step, page in texts_of(events, "decode/samples").items():
+        assert page.startswith(f"**Step {latest[step]['step']}.**")
+        assert page.count("| with the drafter |") == 3
+        shown = markdown_to_safe_html(page)
+        assert html.escape(f"say *{0}* please") in html.unescape(shown)
+        assert shown.count("<table>") == 3
+    assert tokenizer.eos_token == "<|end|>"
+
+
+def test_text_is_shown_as_it_is():
+    text = "a *b* _c_ <i>d</i> | e\n# f `g` [h](i) &amp; 1. \\ ~~j~~ ä 字"
+    shown = markdown_to_safe_html(f"| t |\n|---|\n| {plain_markdown(text)} |")
+    cell = re.search(r"<td>(.*)</td>", shown, re.DOTALL)[1]
+    assert "<" not in cell.replace("<br>", "")
+    assert html.unescape(cell.replace("<br>", "\n")) == text
+
+
+def test_acceptance_by_slot_counts_blocks_that_come_so_far():
+    assert accepted_by_slot([1, 1, 2, 4], 4) == [0.5, 0.25, 0.25]
