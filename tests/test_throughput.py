@@ -100,6 +100,19 @@ def test_only_a_slow_loader_counts_as_waiting(train, tmp_path, wait, compute, sh
     assert logged.values("perf/training_seconds") == [step * (n + 1) for n in range(STEPS)]
 
 
+def test_memory_is_what_the_kernel_counts(train, tmp_path):
+    def peak() -> float:
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return int(status["VmHWM"].split()[0]) / 2**20
+
+    before = peak()
+    logged = train(tmp_path, wait=0.0, compute=0.5)
+    assert logged.values("perf/device_memory_gib") == [0.0] * STEPS
+    # The kernel adds up its pages from time to time, so that the two counts of it differ by some of them.
+    for value in logged.values("perf/host_memory_gib"):
+        assert 0.98 * before <= value <= 1.02 * peak()
+
+
 def test_totals_go_on_after_a_resume(train, tmp_path):
     whole = train(tmp_path / "whole", wait=0.25, compute=0.5)
     resumed = train(tmp_path / "resumed", wait=0.25, compute=0.5, resume=tmp_path / "whole" / "step=3.ckpt")
