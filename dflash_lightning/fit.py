@@ -1,17 +1,20 @@
 """``fit``: Lightning's own command line around our module and data module."""
 
+import logging
 import signal
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from callbacks.fault_watch import WatchForFaults
 from callbacks.tensorboard_pages import TensorBoardPages
+from callbacks.training_progress import TrainingProgress
 from datamodules import FeatureCacheDataModule
 from dflash_lightning.distributed import is_of_lost_rank, launched_place
 from dflash_lightning.errors import ConfigError, DFlashError, LostRankError
@@ -49,9 +52,13 @@ class FitCLI(LightningCLI):
         )
 
     def instantiate_trainer(self, **settings: Any) -> Trainer:
-        """As Lightning does; what it says of a wrong setting is for the user."""
+        """As Lightning does, with our progress; what it says of a wrong setting is for the user."""
+        given = self.config_init["fit"]["trainer"]
+        callbacks = list(given.callbacks or [])
+        if given.enable_progress_bar is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
+            callbacks.append(TrainingProgress())
         try:
-            return super().instantiate_trainer(**settings)
+            return super().instantiate_trainer(callbacks=callbacks, **settings)
         except (ValueError, TypeError, MisconfigurationException) as error:
             raise first_of_ours(error) or ConfigError(f"trainer: {error}") from error
 
@@ -77,6 +84,7 @@ def fit(arguments: Sequence[str]) -> FitCLI:
     """
     for message in HARMLESS_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
     program = "dflash-lightning fit"
     try:
         with usage_errors(program):
@@ -103,6 +111,10 @@ def fit(arguments: Sequence[str]) -> FitCLI:
     except SIGTERMException as stop:
         # Lightning would exit with 0, as if training had finished.
         raise SystemExit(128 + signal.SIGTERM) from stop
+
+
+def _is_no_advertisement(record: logging.LogRecord) -> bool:
+    return "litlogger" not in record.getMessage()
 
 
 def _users_mistake(error: Exception) -> DFlashError | None:

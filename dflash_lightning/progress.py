@@ -20,48 +20,50 @@ class Tracker:
     """What a stage that is under way reports to.
 
     Args:
-        total: Steps that the stage will take.
+        total: Steps that the stage will have taken.
+        start: Steps that an earlier run of it took.
         unit: What `advance`'s `done` counts, for the rate ("tokens", "rows").
         description: The stage, as it is shown.
         bar: The live bar, or None to print lines.
     """
 
-    def __init__(self, total: int, description: str, unit: str, bar: Progress | None):
+    def __init__(self, total: int, description: str, unit: str, bar: Progress | None, start: int = 0):
         self.total, self.description, self.unit, self._bar = total, description, unit, bar
-        self.steps, self.done = 0, 0
+        self.steps, self.done = start, 0
+        self._first_step = start
         self._start = self._last_line = time.monotonic()
-        self._task = bar.add_task(description, total=total, rate="") if bar else None
+        self._task = bar.add_task(description, total=total, completed=start, rate="") if bar else None
 
     @property
     def rate(self) -> float:
         """Units done a second, since the start."""
         return self.done / max(time.monotonic() - self._start, 1e-9)
 
-    def advance(self, steps: int = 1, done: int | None = None) -> None:
-        """Report steps that are finished, and how many units they were (default: one a step)."""
+    def advance(self, steps: int = 1, done: int | None = None, note: str = "") -> None:
+        """Report steps that are finished, how many units they were (default: one a step), and what else to show."""
         self.steps += steps
         self.done += steps if done is None else done
-        rate = f"{self.rate:,.0f} {self.unit}/s"
+        rate = f"{self.rate:,.{0 if self.rate >= 10 else 1}f} {self.unit}/s"
         if self._bar:
-            self._bar.update(self._task, completed=self.steps, rate=rate)
+            self._bar.update(self._task, completed=self.steps, rate=f"{rate}{note}")
             return
         now = time.monotonic()
         if now - self._last_line >= SECONDS_BETWEEN_LINES or self.steps >= self.total:
             self._last_line = now
-            left = (now - self._start) / max(self.steps, 1) * (self.total - self.steps)
-            line = f"{self.description}: {self.steps}/{self.total}, {rate}, {left:.0f} s left"
+            left = (now - self._start) / max(self.steps - self._first_step, 1) * (self.total - self.steps)
+            line = f"{self.description}: {self.steps}/{self.total}, {rate}, {left:.0f} s left{note}"
             print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
 @contextmanager
-def track(total: int, description: str, unit: str = "rows") -> Iterator[Tracker]:
+def track(total: int, description: str, unit: str = "rows", start: int = 0) -> Iterator[Tracker]:
     """Show the progress of a stage while the block runs; it reports through `Tracker.advance`.
 
     Standard output stays free for results.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield Tracker(total, description, unit, None)
+        yield Tracker(total, description, unit, None, start)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -72,4 +74,4 @@ def track(total: int, description: str, unit: str = "rows") -> Iterator[Tracker]
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as bar:
-        yield Tracker(total, description, unit, bar)
+        yield Tracker(total, description, unit, bar, start)
