@@ -1,0 +1,78 @@
+"""tau and texts of a running llama.cpp server beside ours, both greedy and with the same tokens of each prompt.
+
+docs/serving.md says how to convert target and drafter and to start the server. Prints a JSON line: tau of both, pooled
+over the prompts; texts that are equal, and texts that part at a tie.
+
+    python benchmarks/llama_cpp_tau.py --server http://127.0.0.1:8080 --target runs/quickstart/target \\
+        --drafter runs/quickstart/export/zlab --prompts runs/quickstart/heldout.jsonl
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import torch
+
+from dflash_lightning.decoding import speculative_decode
+from dflash_lightning.evaluation import is_tie, load_prompts, pooled_tau
+from dflash_lightning.export import load_drafter
+from dflash_lightning.target import load_target, load_tokenizer, stop_token_ids
+
+
+def complete(server: str, prompt_ids: Sequence[int], max_new_tokens: int) -> dict[str, Any]:
+    """The server's greedy answer to a prompt of tokens."""
+    body = {"prompt": list(prompt_ids), "n_predict": max_new_tokens, "temperature": 0, "return_tokens": True}
+    request = Request(f"{server}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urlopen(request) as response:
+        return json.load(response)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--server", default="http://127.0.0.1:8080")
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--drafter", type=Path, required=True, help="exported folder or checkpoint")
+    parser.add_argument("--prompts", required=True, help="JSONL file of prompts")
+    parser.add_argument("--limit", type=int, default=12, help="only so many prompts")
+    parser.add_argument("--max-new-tokens", type=int, default=80)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    options = parser.parse_args()
+
+    dtype = getattr(torch, options.dtype)
+    tokenizer = load_tokenizer(options.target)
+    target = load_target(options.target, dtype=dtype)
+    drafter = load_drafter(options.drafter, dtype=dtype, target=options.target)
+    stop_ids = stop_token_ids(target, tokenizer)
+    prompts = [prompt.token_ids for prompt in load_prompts(options.prompts, tokenizer, limit=options.limit)]
+    runs, tokens, rounds, equal, ties = [], 0, 0, 0, 0
+    for prompt in prompts:
+        run = speculative_decode(target, drafter, prompt, max_new_tokens=options.max_new_tokens, stop_ids=stop_ids)
+        answer = complete(options.server, prompt, options.max_new_tokens)
+        timings = answer["timings"]
+        # The first token belongs to no round; every round commits a token besides those that it accepted.
+        tokens += timings["predicted_n"] - 1
+        rounds += timings["predicted_n"] - 1 - timings["draft_n_accepted"]
+        text = [token for token in run.token_ids if token not in stop_ids]
+        same = text == [token for token in answer["tokens"] if token not in stop_ids]
+        equal += same
+        ties += not same and is_tie(target, prompt, text, answer["tokens"])
+        runs.append(run)
+    print(
+        json.dumps(
+            {
+                "prompts": len(prompts),
+                "dtype": options.dtype,
+                "tau": pooled_tau(run.committed for run in runs),
+                "tau_llama_cpp": tokens / rounds,
+                "texts_equal": equal,
+                "texts_that_part_at_a_tie": ties,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
