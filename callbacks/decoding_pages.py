@@ -1,46 +1,39 @@
 """What a decoding looks like in TensorBoard: a picture of acceptance by slot, and texts with accepted spans marked."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
-import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from transformers import PreTrainedTokenizerBase
 
 from dflash_lightning.evaluation import PromptResult, pooled_tau
+from dflash_lightning.evaluation_report import acceptance_by_slot
 
 ROUND = "¦"
 PUNCTUATION = re.compile(r"[!-/:-@\[-`{-~]")
 
 
-def accepted_by_slot(lengths: Iterable[int], block_size: int) -> list[float]:
-    """Share of blocks in which slots 1 to k were all accepted, for each slot k = 1 to block_size - 1.
-
-    Args:
-        lengths: tokens that each block committed, the bonus token included.
-    """
-    committed = np.array(list(lengths))
-    return [float((committed > slot).mean()) for slot in range(1, block_size)]
-
-
-def acceptance_picture(results: Sequence[PromptResult], block_size: int, title: str) -> Figure:
+def acceptance_picture(report: dict[str, Any], results: Sequence[PromptResult]) -> Figure:
     """How far blocks are accepted: by decoding, and by the training forward over the same texts."""
     figure = Figure(figsize=(9, 3.4), dpi=90, layout="constrained")
     by_slot, by_length = figure.subplots(1, 2)
-    slots = range(1, block_size)
-    kinds = {
-        "decoded": [n for result in results for n in result.committed],
-        "teacher-forced, same texts": [n for result in results for n in result.accepted_teacher_forced],
-    }
-    for (label, lengths), marker in zip(kinds.items(), "os", strict=True):
-        if lengths:
-            by_slot.plot(slots, accepted_by_slot(lengths, block_size), marker=marker, label=label)
-    by_slot.set(xlabel="slot", ylabel="blocks accepted up to it", ylim=(0, 1), title=title)
+    decoded = list(report["histogram"].values())
+    forced = Counter(n for result in results for n in result.accepted_teacher_forced)
+    for label, histogram, marker in (
+        ("decoded", decoded, "o"),
+        ("teacher-forced, same texts", [forced[n] for n in range(1, len(decoded) + 1)], "s"),
+    ):
+        shares = acceptance_by_slot(histogram)["acceptance_by_slot"]
+        if None not in shares:
+            by_slot.plot(range(1, len(decoded)), shares, marker=marker, label=label)
+    tau = "no round" if report["tau"] is None else f"tau {report['tau']:.2f}"
+    by_slot.set(xlabel="slot", ylabel="blocks accepted up to it", ylim=(0, 1.02), title=f"step {report['step']}: {tau}")
     by_slot.legend(frameon=False)
-    counts = np.bincount(kinds["decoded"], minlength=block_size + 1)[1:]
-    by_length.bar(range(1, block_size + 1), counts)
+    by_length.bar(range(1, len(decoded) + 1), decoded)
     by_length.set(xlabel="tokens committed by a round, bonus included", ylabel="rounds", title="decoded rounds")
     for axes in (by_slot, by_length):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -67,7 +67,6 @@ class TensorBoardPages(DecodingObserver):
         if not writers:
             return
         self._tokenizer = load_tokenizer(pl_module.target_name)
-        self._block_size = pl_module.drafter_config.block_size
         self._hparams = hparams(hyperparameters(trainer, pl_module), dict.fromkeys(RESULTS, 0.0))
         for writer in writers:
             # Readers forget what an earlier start logged from this step on.
@@ -80,16 +79,13 @@ class TensorBoardPages(DecodingObserver):
                 writer.file_writer.add_summary(summary)
 
     def on_decoded(self, trainer: L.Trainer, report: dict[str, Any], results: Sequence[PromptResult]) -> None:
+        step = logged_step(trainer)
+        committed = np.array([n for result in results for n in result.committed])
         for writer in tensorboard_writers(trainer):
-            step = logged_step(trainer)
-            committed = [n for result in results for n in result.committed]
-            if committed:
-                edges = np.arange(self._block_size + 1) + 0.5
-                writer.add_histogram("decode/committed_by_round", np.array(committed), step, bins=edges)
-                picture = acceptance_picture(
-                    results, self._block_size, f"step {report['step']}, tau {report['tau']:.2f}"
-                )
-                writer.add_figure("decode/acceptance_by_slot", picture, step)
+            if len(committed):
+                edges = np.arange(len(report["histogram"]) + 1) + 0.5
+                writer.add_histogram("decode/committed_by_round", committed, step, bins=edges)
+            writer.add_figure("decode/acceptance_by_slot", acceptance_picture(report, results), step)
             writer.add_text("decode/samples", sample_page(results[:SAMPLES], self._tokenizer, report["step"]), step)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:  # noqa: ARG002

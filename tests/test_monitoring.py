@@ -14,7 +14,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 from training_helpers import random_sample, write_cache
 
-from callbacks.decoding_pages import accepted_by_slot, plain_markdown, sample_page
+from callbacks.decoding_pages import plain_markdown, sample_page
 from dflash_lightning.evaluation import Prompt, PromptResult
 from dflash_lightning.fit import fit
 from dflash_lightning.target import load_tokenizer
@@ -166,7 +166,8 @@ def test_samples_mark_what_each_round_drafted_and_where_the_texts_part(llama_fol
     def result(text: str, plain: str, committed: tuple[int, ...], tie: bool) -> PromptResult:
         own, reference = (tuple(tokenizer.encode(t, add_special_tokens=False)) for t in (text, plain))
         prompt = Prompt("a|b", tuple(tokenizer.encode("why?", add_special_tokens=False)))
-        return PromptResult(prompt, own, reference, committed, (), own == reference, tie, 1.0, 2.0)
+        times = dict.fromkeys(("seconds", "plain_seconds", "prefill_seconds", "plain_prefill_seconds"), 1.0)
+        return PromptResult(prompt, own, reference, committed, (), own == reference, tie, mask_tokens=0, **times)
 
     equal = result("to be or not", "to be or not", (4, 1, 4, 2), tie=False)
     other = result("to be or not", "to bat", (4, 1, 4, 2), tie=True)
@@ -184,7 +185,3 @@ def test_text_is_shown_as_it_is():
     cell = re.search(r"<td>(.*)</td>", shown, re.DOTALL)[1]
     assert "<" not in cell.replace("<br>", "")
     assert html.unescape(cell.replace("<br>", "\n")) == text
-
-
-def test_acceptance_by_slot_counts_blocks_that_come_so_far():
-    assert accepted_by_slot([1, 1, 2, 4], 4) == [0.5, 0.25, 0.25]
