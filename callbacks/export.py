@@ -23,7 +23,7 @@ class ExportDrafter(Callback):
         """
         Args:
             dirpath: folder that gets one folder a format.
-            formats: separated by commas: zlab, transformers.
+            formats: separated by commas: zlab, transformers, speculators.
 
         Raises:
             ExportError: a format is unknown.

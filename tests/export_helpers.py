@@ -10,9 +10,10 @@ from transformers import PreTrainedModel
 from dflash_lightning import __version__
 from dflash_lightning.blocks import build_blocks
 from dflash_lightning.checkpoints import CHECKPOINT_KEY
+from dflash_lightning.config import DrafterConfig
 from dflash_lightning.decoding import plain_decode
 from dflash_lightning.drafter import Drafter
-from dflash_lightning.export import TokenIds
+from dflash_lightning.export import TokenIds, Verifier
 from dflash_lightning.features import compute_features
 from dflash_lightning.losses import LossSettings, score_slots, weighted_loss
 from dflash_lightning.target import target_identity
@@ -37,6 +38,41 @@ SCALED_ROPE = {
         "original_max_position_embeddings": 128,
     },
 }
+
+
+def random_drafter(rope: str, num_kv_heads: int) -> Drafter:
+    """A drafter of no target, of whose rotary kind and heads a wrong reader would be noticed."""
+    config = DrafterConfig(
+        num_layers=2,
+        block_size=6,
+        mask_token_id=3,
+        target_layer_ids=(1, 4, 3),
+        num_target_layers=6,
+        hidden_size=32,
+        intermediate_size=48,
+        num_heads=4,
+        num_kv_heads=num_kv_heads,
+        head_dim=16,
+        vocab_size=272,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-5,
+        initializer_range=0.2,
+        rope_parameters=SCALED_ROPE[rope],
+    )
+    torch.manual_seed(5)
+    drafter = Drafter(config).eval().requires_grad_(False)
+    for name, weight in drafter.named_parameters():
+        if "norm" in name:
+            weight.add_(0.2 * torch.randn_like(weight))
+    return drafter
+
+
+def random_verifier(config: DrafterConfig) -> Verifier:
+    """Tables of a target that only exists here."""
+    generator = torch.Generator().manual_seed(3)
+    shape = (config.vocab_size, config.hidden_size)
+    embedding, head = (torch.randn(shape, generator=generator) for _ in range(2))
+    return Verifier(None, ("Qwen3ForCausalLM",), embedding, head)
 
 
 def save_checkpoint(path, drafter: Drafter, target_folder) -> None:

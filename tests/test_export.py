@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from export_helpers import SCALED_ROPE, TOKENS, save_checkpoint
+from export_helpers import SCALED_ROPE, TOKENS, random_verifier, save_checkpoint
 from helpers import load_tiny, make_drafter
 from safetensors.torch import load_file, save_file
 
 from dflash_lightning.config import DrafterConfig
 from dflash_lightning.errors import ConfigError, DataError, DFlashError, ExportError
 from dflash_lightning.export import (
+    FORMATS,
     TokenIds,
     export,
     export_drafter,
@@ -21,18 +22,23 @@ from dflash_lightning.export import (
 )
 from dflash_lightning.rope import RotaryEmbedding
 
-FORMATS = ["zlab", "transformers"]
 FILES = ["README.md", "config.json", "dflash_lightning.json", "model.safetensors"]
-SHARED_KEYS = set(
-    "architectures model_type dtype hidden_size intermediate_size num_hidden_layers num_attention_heads "
-    "num_key_value_heads head_dim hidden_act attention_dropout rms_norm_eps initializer_range max_position_embeddings "
-    "vocab_size bos_token_id eos_token_id tie_word_embeddings layer_types rope_parameters num_target_layers "
-    "block_size".split()
+LAYER_KEYS = set(
+    "model_type hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+    "hidden_act attention_dropout rms_norm_eps initializer_range max_position_embeddings vocab_size bos_token_id "
+    "eos_token_id tie_word_embeddings layer_types rope_parameters".split()
 )
+QWEN3_KEYS = {"attention_bias", "use_sliding_window", "sliding_window", "is_causal", "rope_theta"}
+FOLDER_KEYS = {"architectures", "dtype", "num_target_layers", "block_size"}
 KEYS = {
-    "zlab": SHARED_KEYS
-    | {"attention_bias", "use_sliding_window", "sliding_window", "is_causal", "rope_theta", "dflash_config"},
-    "transformers": SHARED_KEYS | {"pad_token_id", "mask_token_id", "target_layer_ids"},
+    "zlab": FOLDER_KEYS | LAYER_KEYS | QWEN3_KEYS | {"dflash_config"},
+    "transformers": FOLDER_KEYS | LAYER_KEYS | {"pad_token_id", "mask_token_id", "target_layer_ids"},
+    "speculators": FOLDER_KEYS
+    | set(
+        "speculators_model_type speculators_version speculators_config transformer_layer_config draft_vocab_size "
+        "aux_hidden_state_layer_ids mask_token_id sample_from_anchor sliding_window_non_causal "
+        "tie_word_embeddings".split()
+    ),
 }
 
 
@@ -47,7 +53,8 @@ def drafter(target):
 
 
 def write(drafter, folder, form="zlab", **options):
-    return export_drafter(drafter.state_dict(), drafter.config, folder, form, **{"tokens": TOKENS, **options})
+    options = {"tokens": TOKENS, "verifier": random_verifier(drafter.config), **options}
+    return export_drafter(drafter.state_dict(), drafter.config, folder, form, **options)
 
 
 def edit(folder, **changes):
@@ -64,29 +71,40 @@ def test_a_folder_holds_exactly_the_files_keys_and_tensors_of_its_format(drafter
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     values = json.loads((folder / "config.json").read_text())
     assert set(values) == KEYS[form]
+    layers = values
+    if form == "speculators":
+        layers = values["transformer_layer_config"]
+        assert set(layers) == LAYER_KEYS | QWEN3_KEYS | {"pad_token_id"}
+        assert values["speculators_config"] == {
+            "algorithm": "dflash",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": None, "architectures": ["Qwen3ForCausalLM"]},
+        }
+        values["target_layer_ids"] = [layer - 1 for layer in values["aux_hidden_state_layer_ids"]]
     assert values["dtype"] == "bfloat16"
-    assert (values["bos_token_id"], values["eos_token_id"]) == (1, 2)
-    assert values["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+    assert (layers["bos_token_id"], layers["eos_token_id"], layers.get("pad_token_id", 0)) == (1, 2, 0)
+    assert layers["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
     settings = values["dflash_config"] if form == "zlab" else values
     assert (settings["block_size"], settings["mask_token_id"], settings["target_layer_ids"]) == (4, 3, [1, 3])
     tensors = load_file(folder / "model.safetensors")
-    assert len(tensors) == 3 + 11 * 2
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-    fusion = {"fc.weight", "hidden_norm.weight"}
-    if form == "transformers":
-        fusion = {"encoder.fc.weight", "encoder.output_norm_enc.weight"}
+    others = {"norm.weight"} | {
+        "zlab": {"fc.weight", "hidden_norm.weight"},
+        "transformers": {"encoder.fc.weight", "encoder.output_norm_enc.weight"},
+        "speculators": {"fc.weight", "hidden_norm.weight", "embed_tokens.weight", "lm_head.weight"},
+    }[form]
     parts = ["input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
     parts += [f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
-    layers = {f"layers.{i}.{part}.weight" for i in range(2) for part in parts}
-    assert set(tensors) == fusion | {"norm.weight"} | layers
+    assert set(tensors) == others | {f"layers.{i}.{part}.weight" for i in range(2) for part in parts}
 
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rope", SCALED_ROPE)
 def test_a_drafter_comes_back_bit_for_bit(drafter, tmp_path, form, dtype, rope):
-    config = replace(drafter.config, rope_parameters=SCALED_ROPE[rope])
-    folder = export_drafter(drafter.state_dict(), config, tmp_path / "out", form, tokens=TOKENS, dtype=dtype)
+    drafter.config = config = replace(drafter.config, rope_parameters=SCALED_ROPE[rope])
+    folder = write(drafter, tmp_path / "out", form, dtype=dtype)
     loaded = load_drafter(folder, dtype=dtype)
     assert loaded.config == config
     assert not loaded.training
@@ -121,8 +139,9 @@ def test_a_partial_rotary_factor_is_written_where_it_can_be_expressed(drafter, t
     assert set(values) == KEYS["zlab"] | {"partial_rotary_factor"}
     assert values["partial_rotary_factor"] == values["rope_parameters"]["partial_rotary_factor"] == 0.5
     assert load_drafter(folder, dtype=torch.float32).config == drafter.config
-    with pytest.raises(ExportError, match=r"can't express this drafter: it rotates 0\.5 of each head"):
-        write(drafter, tmp_path / "transformers", "transformers")
+    for form in ("transformers", "speculators"):
+        with pytest.raises(ExportError, match=rf"Format {form} can't express this drafter: it rotates 0\.5 of each"):
+            write(drafter, tmp_path / form, form)
     assert [path.name for path in tmp_path.iterdir()] == ["zlab"]
 
 
@@ -213,7 +232,7 @@ def test_foreign_and_damaged_folders_are_refused(drafter, qwen3_folder, tmp_path
 
 def test_format_lists(tmp_path):
     assert [form.name for form in parse_formats("transformers, zlab,zlab")] == ["transformers", "zlab"]
-    with pytest.raises(ExportError, match="unknown format 'gguf' in 'zlab,gguf'; known are zlab, transformers"):
+    with pytest.raises(ExportError, match="unknown format 'gguf' in 'zlab,gguf'; known are zlab, speculators, tr"):
         export(tmp_path / "absent", tmp_path, format="zlab,gguf")
     with pytest.raises(ExportError, match="no format"):
         parse_formats(" , ")

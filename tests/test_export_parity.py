@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from export_helpers import SCALED_ROPE, TOKENS, trained  # noqa: F401
+from export_helpers import SCALED_ROPE, TOKENS, random_drafter, trained  # noqa: F401
 from helpers import load_tiny, make_drafter
 from transformers import AutoModel
 
@@ -49,28 +49,8 @@ def transformers_hidden(folder, embeddings, features, positions):
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 @torch.no_grad()
 def test_hidden_states_are_the_same_in_all_three(official, tmp_path, rope, num_kv_heads):
-    config = DrafterConfig(
-        num_layers=2,
-        block_size=6,
-        mask_token_id=3,
-        target_layer_ids=(1, 4, 3),
-        num_target_layers=6,
-        hidden_size=32,
-        intermediate_size=48,
-        num_heads=4,
-        num_kv_heads=num_kv_heads,
-        head_dim=16,
-        vocab_size=272,
-        max_position_embeddings=512,
-        rms_norm_eps=1e-5,
-        initializer_range=0.2,
-        rope_parameters=SCALED_ROPE[rope],
-    )
-    torch.manual_seed(5)
-    drafter = Drafter(config).eval()
-    for name, weight in drafter.named_parameters():
-        if "norm" in name:
-            weight.add_(0.2 * torch.randn_like(weight))
+    drafter = random_drafter(rope, num_kv_heads)
+    config = drafter.config
     length = 200  # beyond what the scaled kinds call their original length
     features, embeddings = torch.randn(1, length, config.feature_size), torch.randn(1, config.block_size, 32)
     positions = torch.arange(length + config.block_size)[None]

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import yaml
-from export_helpers import TOKENS, save_checkpoint
+from export_helpers import TOKENS, random_verifier, save_checkpoint
 from fit_helpers import fit_config
 from helpers import MASK_TOKEN_ID, load_tiny, make_drafter
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -60,7 +60,14 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_training_begins_with_the_weights_of_a_folder_of_any_format(llama_folder, initial, tmp_path, form):
-    folder = export_drafter(initial.state_dict(), initial.config, tmp_path / form, form, tokens=TOKENS)
+    folder = export_drafter(
+        initial.state_dict(),
+        initial.config,
+        tmp_path / form,
+        form,
+        tokens=TOKENS,
+        verifier=random_verifier(initial.config),
+    )
     assert_same(trained(llama_folder, folder, tmp_path, "plain"), initial.state_dict())
 
 

@@ -6,7 +6,7 @@
 from dflash_lightning.export.card import Provenance
 from dflash_lightning.export.command import export
 from dflash_lightning.export.folder import check_free, export_drafter, parse_formats
-from dflash_lightning.export.format import TokenIds
+from dflash_lightning.export.format import TokenIds, Verifier
 from dflash_lightning.export.layout import tensor_shapes
 from dflash_lightning.export.loading import FORMATS, DrafterSource, check_fits_target, load_drafter, read_drafter
 
@@ -15,6 +15,7 @@ __all__ = [
     "DrafterSource",
     "Provenance",
     "TokenIds",
+    "Verifier",
     "check_fits_target",
     "check_free",
     "export",

@@ -9,7 +9,7 @@ from dflash_lightning import __version__
 from dflash_lightning.cache import TargetIdentity
 from dflash_lightning.checkpoints import TrainingCheckpoint
 from dflash_lightning.config import DrafterConfig
-from dflash_lightning.export.format import Format
+from dflash_lightning.export.format import Format, TokenIds
 
 METADATA_FILE, CARD_FILE = "dflash_lightning.json", "README.md"
 UNKNOWN = "not known"
@@ -42,16 +42,20 @@ class Provenance:
     @classmethod
     def from_dict(cls, metadata: dict[str, Any]) -> "Provenance | None":
         """The inverse of ``metadata``; None where it says nothing of the making."""
-        made = metadata["provenance"]
+        made = metadata.get("provenance")
         return made and cls(**{**made, "target": TargetIdentity(**made["target"])})
 
 
-def metadata(config: DrafterConfig, form: Format, dtype: str, provenance: Provenance | None) -> dict[str, Any]:
+def metadata(
+    config: DrafterConfig, form: Format, dtype: str, tokens: TokenIds, provenance: Provenance | None
+) -> dict[str, Any]:
     """Content of `dflash_lightning.json`."""
     return {
         "format": form.name,
         "dtype": dtype,
         "drafter": config.to_dict(),
+        # Not every format has room for all of them.
+        "target_tokens": asdict(tokens),
         "provenance": provenance and asdict(provenance),
         "exported_with": {
             "dflash_lightning": __version__,

@@ -9,34 +9,39 @@ import torch
 from dflash_lightning.cache import CacheManifest, open_store
 from dflash_lightning.errors import DataError, ExportError
 from dflash_lightning.export.card import Provenance
-from dflash_lightning.export.folder import check_free, export_drafter, parse_formats
-from dflash_lightning.export.format import TokenIds
+from dflash_lightning.export.folder import check_free, export_formats, parse_formats
+from dflash_lightning.export.format import TokenIds, Verifier
 from dflash_lightning.export.loading import check_fits_target, read_drafter, read_json
 from dflash_lightning.progress import say
-from dflash_lightning.target import target_text_config
+from dflash_lightning.target import load_tables, target_text_config
+from dflash_lightning.target.files import find_target
+from dflash_lightning.target.loading import config_of
 
 
 def export(
     checkpoint: Path,
     output: Path,
     format: str = "zlab,transformers",
-    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None,
     target: str | None = None,
     cache: str | None = None,
     evaluations: list[Path] | None = None,
 ) -> list[Path]:
     """Write a drafter as folders that inference engines load without a patch.
 
-    Makes one folder a format, OUTPUT/zlab (vLLM, SGLang, llama.cpp, the official package) and OUTPUT/transformers
-    (generate() of transformers). Nothing is overwritten, and an interrupted export never looks finished.
+    Makes one folder a format: OUTPUT/zlab (vLLM, SGLang, llama.cpp, the official package), OUTPUT/transformers
+    (generate() of transformers), OUTPUT/speculators (vLLM's package speculators). Nothing is overwritten, and an
+    interrupted export never looks finished.
 
     Args:
-        checkpoint: Training checkpoint (X.ckpt), or a folder exported before. A checkpoint is a pickle: only give one
-            that you trust.
+        checkpoint: Training checkpoint (X.ckpt), or a folder of any of the formats, whoever wrote it. A checkpoint is a
+            pickle: only give one that you trust.
         output: Folder that gets one folder a format.
-        format: Formats, separated by commas: zlab, transformers.
-        dtype: Data type of the exported weights.
-        target: Where the target is now (folder, hub name or .gguf file). Default: where it was in training.
+        format: Formats, separated by commas: zlab, transformers, speculators. The last is left out unless named: it
+            holds the target's embedding table and LM head too (2.5 GB for Qwen3-8B), and vLLM reads zlab as well.
+        dtype: Data type of the exported weights. Default: bfloat16 for a checkpoint, a folder's own for a folder.
+        target: Where the target is now (folder, hub name or .gguf file). Default: where it was in training; a folder
+            is converted without one, unless a format needs it.
         cache: Folder or URL of the feature cache that the drafter was trained on; its generation settings go into the
             model card.
         evaluations: JSON files that `evaluate` wrote for this drafter; their figures go into the model card, each
@@ -52,28 +57,34 @@ def export(
     output = Path(output)
     for form in forms:
         check_free(output / form.name)
-    source = read_drafter(checkpoint)
-    target = target or source.target_path
-    if target is not None:
+    source = read_drafter(checkpoint, target)
+    if target is None and source.target_path is not None:
+        target = source.target_path
         check_fits_target(source, target)
-    tokens = source.tokens if target is None else TokenIds.from_target(target_text_config(target))
-    provenance = _complete(source.provenance, cache, evaluations or [])
-    for form in forms:  # before the first folder is written
-        form.write_config(source.config, tokens)
-    folders = []
-    for form in forms:
-        folder = export_drafter(
-            source.weights,
-            source.config,
-            output / form.name,
-            form,
-            tokens=tokens,
-            provenance=provenance,
-            dtype=getattr(torch, dtype),
-        )
-        say(f"{folder}: {source.config.num_layers} layers, block {source.config.block_size}, {dtype}")
-        folders.append(folder)
+    exported_dtype = getattr(torch, dtype) if dtype else torch.bfloat16 if source.form is None else source.dtype
+    verifier = source.verifier
+    if target is not None and any(form.tables for form in forms):
+        verifier = _verifier(target, exported_dtype)
+    folders = export_formats(
+        source.weights,
+        source.config,
+        {form.name: output / form.name for form in forms},
+        tokens=source.tokens if target is None else TokenIds.from_target(target_text_config(target)),
+        provenance=_complete(source.provenance, cache, evaluations or []),
+        dtype=exported_dtype,
+        verifier=verifier,
+    )
+    for folder in folders:
+        name = str(exported_dtype).removeprefix("torch.")
+        say(f"{folder}: {source.config.num_layers} layers, block {source.config.block_size}, {name}")
     return folders
+
+
+def _verifier(target: str, dtype: torch.dtype) -> Verifier:
+    """What a folder can carry of a target."""
+    files = find_target(target)
+    architectures = config_of(files).architectures or ()
+    return Verifier(files.name if files.revision else None, tuple(architectures), *load_tables(target, dtype=dtype))
 
 
 def _complete(provenance: Provenance | None, cache: str | None, evaluations: list[Path]) -> Provenance | None:

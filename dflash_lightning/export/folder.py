@@ -3,7 +3,9 @@
 import json
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -15,9 +17,9 @@ from dflash_lightning.config import DrafterConfig
 from dflash_lightning.durable import sync_folder, sync_tree
 from dflash_lightning.errors import ExportError
 from dflash_lightning.export.card import CARD_FILE, METADATA_FILE, Provenance, metadata, model_card
-from dflash_lightning.export.format import Format, TokenIds
+from dflash_lightning.export.format import Format, TokenIds, Verifier, rope_parameters
 from dflash_lightning.export.layout import check_tensors
-from dflash_lightning.export.loading import CONFIG_FILE, FORMATS, WEIGHTS_FILE, check_mask_token
+from dflash_lightning.export.loading import CONFIG_FILE, FORMATS, WEIGHTS_FILE, check_mask_token, read_drafter
 
 
 def check_free(folder: str | Path) -> None:
@@ -57,54 +59,123 @@ def export_drafter(
     tokens: TokenIds,
     provenance: Provenance | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    verifier: Verifier | None = None,
 ) -> Path:
-    """Write one drafter in one format: `config.json`, `model.safetensors`, `README.md`, `dflash_lightning.json`.
+    """`export_formats` of one format, or its name; returns the folder."""
+    if isinstance(form, str):
+        [form] = parse_formats(form)
+    [folder] = export_formats(
+        weights,
+        config,
+        {form.name: Path(folder)},
+        tokens=tokens,
+        provenance=provenance,
+        dtype=dtype,
+        verifier=verifier,
+    )
+    return folder
 
-    The folder is written beside its place and then renamed, so that an interrupted export never looks finished.
+
+def export_formats(
+    weights: Mapping[str, Tensor],
+    config: DrafterConfig,
+    folders: Mapping[str, Path],
+    *,
+    tokens: TokenIds,
+    provenance: Provenance | None,
+    dtype: torch.dtype,
+    verifier: Verifier | None,
+) -> list[Path]:
+    """Write one drafter as folders, each of `config.json`, `model.safetensors`, `README.md`, `dflash_lightning.json`.
+
+    Each folder is written beside its place, read back, compared, and then renamed, so that an export that was
+    interrupted or went wrong never looks finished.
 
     Args:
         weights: exactly the drafter's tensors, named as in `Drafter` (its ``state_dict()``).
-        folder: folder to make; one that exists must be empty.
-        form: the format, or its name.
+        folders: folder to make for each format, by the format's name; one that exists must be empty.
         tokens: the target's special token ids.
         provenance: what the model card tells of the drafter's making.
         dtype: data type of the exported weights.
+        verifier: what formats that carry a part of the target take from it.
 
     Returns:
-        The folder.
+        The folders.
 
     Raises:
-        ExportError: the tensors aren't the drafter's, or hold NaN; the format can't express it; the mask token is one
-            of ``tokens``; the folder isn't empty; or it can't be written.
+        ExportError: the tensors aren't the drafter's, or hold NaN; a format can't express it; the mask token is one of
+            ``tokens``; a folder isn't empty, can't be written, or doesn't hold what was written.
     """
-    folder = Path(folder)
-    if isinstance(form, str):
-        form = parse_formats(form)[0]
     check_tensors(weights, config, "The drafter")
     _check_values(weights)
     check_mask_token(config, tokens)
-    check_free(folder)
-    dtype_name = str(dtype).removeprefix("torch.")
-    files = {
-        CONFIG_FILE: _json({**form.write_config(config, tokens), "dtype": dtype_name}),
-        METADATA_FILE: _json(metadata(config, form, dtype_name, provenance)),
-        CARD_FILE: model_card(config, form, dtype_name, provenance),
+    for folder in folders.values():
+        check_free(folder)
+    name = str(dtype).removeprefix("torch.")
+    configs = {
+        form: {**FORMATS[form].write_config(config, tokens, verifier), "dtype": name}  # refused before one is written
+        for form in folders
     }
-    tensors = {form.renamed.get(name, name): _exported(tensor, dtype) for name, tensor in weights.items()}
+    weights = {key: _exported(tensor, dtype) for key, tensor in weights.items()}
+    with ExitStack() as unfinished:
+        for form, folder in ((FORMATS[form], folder) for form, folder in folders.items()):
+            partial = unfinished.enter_context(_unfinished(folder))
+            tensors = weights | _tables(form, verifier, dtype)
+            with _writing(folder):
+                _write_text(partial / CONFIG_FILE, _json(configs[form.name]))
+                save_file(
+                    {form.renamed.get(key, key): tensor for key, tensor in tensors.items()},
+                    partial / WEIGHTS_FILE,
+                    metadata={"format": "pt"},
+                )
+                _write_text(partial / METADATA_FILE, _json(metadata(config, form, name, tokens, provenance)))
+                _write_text(partial / CARD_FILE, model_card(config, form, name, provenance))
+            _check_written(partial, config, tensors)
+    return list(folders.values())
+
+
+@contextmanager
+def _unfinished(folder: Path) -> Iterator[Path]:
+    """A folder beside ``folder``, which takes its name when the block ends, or is removed if it doesn't."""
     partial = folder.parent / f".{folder.name}.{uuid.uuid4().hex}.partial"
     try:
-        partial.mkdir(parents=True)
-        for name, text in files.items():
-            (partial / name).write_text(text, encoding="utf-8")
-        save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
-        sync_tree(partial)
-        partial.rename(folder)
-        sync_folder(folder.parent)
-    except (OSError, SafetensorError) as error:
-        raise ExportError(f"{folder} can't be written: {error}. Nothing was left there.") from error
+        with _writing(folder):
+            partial.mkdir(parents=True)
+        yield partial
+        with _writing(folder):
+            sync_tree(partial)
+            partial.rename(folder)
+            sync_folder(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return folder
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ExportError(f"{folder} can't be written: {error}. Nothing was left there.") from error
+
+
+def _check_written(folder: Path, config: DrafterConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Read a folder back, and compare."""
+    found = read_drafter(folder)
+    read = dict(found.weights)
+    if found.verifier:
+        read |= dict(zip(found.form.tables, (found.verifier.embedding, found.verifier.head), strict=True))
+    expected = asdict(replace(config, rope_parameters=rope_parameters(config)))
+    differing = [field for field, value in asdict(found.config).items() if value != expected[field]]
+    differing += [
+        name
+        for name, tensor in tensors.items()
+        if name not in read or read[name].dtype != tensor.dtype or not torch.equal(read[name], tensor)
+    ]
+    if differing:
+        raise ExportError(
+            f"{folder} doesn't hold what was written to it: {', '.join(differing)} differ. Nothing was left there. "
+            "Check the disk, then export again."
+        )
 
 
 def _check_values(weights: Mapping[str, Tensor]) -> None:
@@ -115,8 +186,20 @@ def _check_values(weights: Mapping[str, Tensor]) -> None:
         )
 
 
+def _tables(form: Format, verifier: Verifier | None, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The target's tables, by their names in the file, each with memory of its own: a file holds a tied head twice."""
+    if not form.tables:
+        return {}
+    pair = (verifier.embedding, verifier.head.clone())
+    return {name: _exported(table, dtype) for name, table in zip(form.tables, pair, strict=True)}
+
+
 def _exported(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
 
 
 def _json(values: dict) -> str:

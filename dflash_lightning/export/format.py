@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from dflash_lightning.config import DrafterConfig
@@ -26,24 +27,47 @@ class TokenIds:
 
 
 @dataclass(frozen=True)
+class Verifier:
+    """The target, for a format that carries a part of it.
+
+    Attributes:
+        name: by which the hub knows it; None if it doesn't: nobody's folders are published.
+        architectures: names of its classes in transformers.
+        embedding, head: [V, H] the two tables that the drafter shares; one tensor if the head is tied.
+    """
+
+    name: str | None
+    architectures: tuple[str, ...]
+    embedding: Tensor
+    head: Tensor
+
+
+@dataclass(frozen=True)
 class Format:
     """A layout of a folder that somebody else's code loads.
 
     Attributes:
         name: as in `--format`; also the name of the folder that `export` makes.
         recognises: whether a `config.json` is of this format.
-        write_config: the `config.json` of a drafter, but for `dtype`; ExportError if the format can't express it.
+        write_config: the `config.json` of a drafter, but for `dtype`; ExportError if the format can't express it. The
+            verifier is asked for by formats with `tables` only.
         read_config: the inverse.
         renamed: weights that have another name in the file than in `Drafter`.
-        usage: how to serve it, in Markdown; `{target}` and `{num_proposals}` are filled in.
+        usage: how to serve it, in Markdown; `{target}`, `{num_proposals}` and `{block_size}` are filled in.
+        tables: names of the target's embedding table and LM head in the file; none if it doesn't hold them.
+        read_verifier: the target's name and architectures in a `config.json`, if the format tells them.
+        ignored: what others' files may hold besides, and nobody needs.
     """
 
     name: str
     recognises: Callable[[ConfigJson], bool]
-    write_config: Callable[[DrafterConfig, TokenIds], ConfigJson]
+    write_config: Callable[[DrafterConfig, TokenIds, Verifier | None], ConfigJson]
     read_config: Callable[[ConfigJson], tuple[DrafterConfig, TokenIds]]
     renamed: dict[str, str]
     usage: str
+    tables: tuple[str, ...] = ()
+    read_verifier: Callable[[ConfigJson], tuple[str | None, tuple[str, ...]]] | None = None
+    ignored: tuple[str, ...] = ()
 
 
 def shared_keys(config: DrafterConfig) -> ConfigJson:
@@ -71,6 +95,22 @@ def shared_keys(config: DrafterConfig) -> ConfigJson:
 def rope_parameters(config: DrafterConfig) -> dict[str, Any]:
     """The rotary parameters, without a partial factor that says nothing."""
     return {k: v for k, v in config.rope_parameters.items() if (k, v) != ("partial_rotary_factor", 1.0)}
+
+
+def whole_head_rope(config: DrafterConfig, form: str) -> dict[str, Any]:
+    """The rotary parameters for a format whose software always rotates whole heads.
+
+    Raises:
+        ExportError: the drafter rotates a part of each head.
+    """
+    rope = rope_parameters(config)
+    if "partial_rotary_factor" in rope:
+        raise ExportError(
+            f"Format {form} can't express this drafter: it rotates {rope['partial_rotary_factor']} of each head "
+            "(partial_rotary_factor, from its target), and the software of this format always rotates whole heads. "
+            "Export zlab only."
+        )
+    return rope
 
 
 def drafter_config(values: ConfigJson, rope: dict[str, Any], dflash: dict[str, Any]) -> DrafterConfig:
@@ -105,7 +145,8 @@ def drafter_config(values: ConfigJson, rope: dict[str, Any], dflash: dict[str, A
             rope_parameters=rope,
         )
     except KeyError as error:
-        raise ExportError(f"its config.json has no key {error}.") from error
+        hint = " Name its target (--target), which says it." if error.args == ("num_target_layers",) else ""
+        raise ExportError(f"its config.json has no key {error}.{hint}") from error
     except ConfigError as error:
         raise ExportError(f"its config.json doesn't describe a drafter that works: {error}") from error
 

@@ -4,7 +4,7 @@ Some servers ignore unknown tensors and leave missing ones random, so that a wro
 proposes nonsense. Hence the full set is checked on every way in and out.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -63,4 +63,13 @@ def check_tensors(weights: Mapping[str, Tensor], config: DrafterConfig, where: s
         raise ExportError(
             f"{where} doesn't hold the weights of its own configuration: {'; '.join(problems)}. Expected "
             f"{len(expected)} tensors of a drafter of {config.num_layers} layers."
+        )
+
+
+def check_tables(tables: Sequence[Tensor], config: DrafterConfig, where: str) -> None:
+    """Refuse tables of a target that aren't [V, H]. Raises ExportError."""
+    expected = (config.vocab_size, config.hidden_size)
+    if wrong := [list(table.shape) for table in tables if table.shape != expected]:
+        raise ExportError(
+            f"{where} holds tables of the target of shape {wrong}; expected {list(expected)}, rows of the vocabulary."
         )

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,15 @@ from dflash_lightning.config import DrafterConfig
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import ExportError
 from dflash_lightning.export.card import METADATA_FILE, Provenance
-from dflash_lightning.export.format import Format, TokenIds
-from dflash_lightning.export.layout import check_tensors
+from dflash_lightning.export.format import Format, TokenIds, Verifier
+from dflash_lightning.export.layout import check_tables, check_tensors
 from dflash_lightning.export.muse_assistant import TRANSFORMERS
+from dflash_lightning.export.speculators import SPECULATORS
 from dflash_lightning.export.zlab import ZLAB
 from dflash_lightning.target import target_identity, target_text_config
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
-FORMATS: dict[str, Format] = {form.name: form for form in (ZLAB, TRANSFORMERS)}
+FORMATS: dict[str, Format] = {form.name: form for form in (ZLAB, SPECULATORS, TRANSFORMERS)}
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class DrafterSource:
         provenance: what is known of its making; None for somebody else's folder.
         target_path: how its training run called the target; None for an exported folder.
         form: the exported folder's format; None for a training checkpoint.
+        verifier: what the folder carries of the target; None if it carries nothing.
     """
 
     config: DrafterConfig
@@ -44,25 +47,32 @@ class DrafterSource:
     provenance: Provenance | None
     target_path: str | None
     form: Format | None
+    verifier: Verifier | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The smallest that holds all weights as they are."""
+        return reduce(torch.promote_types, (tensor.dtype for tensor in self.weights.values()))
 
 
 def read_drafter(path: str | Path, target: str | None = None) -> DrafterSource:
     """Read the drafter at ``path``: a folder of any format, or a training checkpoint (a pickle: trust it).
 
     Args:
-        target: folder, hub name or .gguf file of the target that it is for, which is checked.
+        target: folder, hub name or .gguf file of the target that it is for, which is checked, and asked for what
+            somebody else's folder doesn't say.
 
     Raises:
         ExportError: there is none, it is incomplete (missing and unexpected tensors are named), or it was made for
             another target.
     """
-    source = _read(Path(path))
+    source = _read(Path(path), target)
     if target is not None:
         check_fits_target(source, target)
     return source
 
 
-def _read(path: Path) -> DrafterSource:
+def _read(path: Path, target: str | None) -> DrafterSource:
     if not (path / CONFIG_FILE).is_file() and is_training_checkpoint(path):
         checkpoint = read_training_checkpoint(path)
         check_tensors(checkpoint.state_dict, checkpoint.config, str(path))
@@ -76,7 +86,7 @@ def _read(path: Path) -> DrafterSource:
         )
     if not path.is_dir():
         raise ExportError(f"There is no drafter at {path}; expected a folder that `export` wrote, or a checkpoint.")
-    return _read_folder(path)
+    return _read_folder(path, target)
 
 
 def load_drafter(
@@ -158,7 +168,7 @@ def check_mask_token(config: DrafterConfig, tokens: TokenIds) -> None:
         )
 
 
-def _read_folder(path: Path) -> DrafterSource:
+def _read_folder(path: Path, target: str | None) -> DrafterSource:
     """An exported folder, whoever wrote it."""
     missing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not (path / name).is_file()]
     if missing:
@@ -173,6 +183,8 @@ def _read_folder(path: Path) -> DrafterSource:
             f"{path} is not a drafter: its config.json is of model type {values.get('model_type')!r} and of none of "
             f"the formats {', '.join(FORMATS)}."
         )
+    if target is not None:
+        values.setdefault("num_target_layers", target_text_config(target).num_hidden_layers)
     try:
         config, tokens = form.read_config(values)
     except ExportError as error:
@@ -181,12 +193,22 @@ def _read_folder(path: Path) -> DrafterSource:
         stored = load_file(path / WEIGHTS_FILE)
     except (OSError, SafetensorError) as error:
         raise ExportError(f"{path / WEIGHTS_FILE} can't be read: {error}. Export or download it again.") from error
+    tables = [stored.pop(name) for name in form.tables if name in stored]
+    check_tables(tables, config, str(path / WEIGHTS_FILE))
     original = {theirs: ours for ours, theirs in form.renamed.items()}
-    weights = {original.get(name, name): tensor for name, tensor in stored.items()}
+    weights = {original.get(name, name): tensor for name, tensor in stored.items() if name not in form.ignored}
     check_tensors(weights, config, str(path / WEIGHTS_FILE))
-    metadata = path / METADATA_FILE
-    provenance = Provenance.from_dict(read_json(metadata)) if metadata.is_file() else None
-    return DrafterSource(config, weights, tokens, provenance, target_path=None, form=form)
+    verifier = Verifier(*form.read_verifier(values), *tables) if len(tables) == 2 else None
+    known = read_json(path / METADATA_FILE) if (path / METADATA_FILE).is_file() else {}
+    return DrafterSource(
+        config,
+        weights,
+        TokenIds(**known["target_tokens"]) if "target_tokens" in known else tokens,
+        Provenance.from_dict(known),
+        target_path=None,
+        form=form,
+        verifier=verifier,
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,15 +1,15 @@
 """Format `transformers`: a drafter that transformers (>= 5.15) generates with by itself, for any target class."""
 
 from dflash_lightning.config import DrafterConfig
-from dflash_lightning.errors import ExportError
 from dflash_lightning.export.format import (
     ConfigJson,
     Format,
     TokenIds,
+    Verifier,
     drafter_config,
-    rope_parameters,
     shared_keys,
     token_ids,
+    whole_head_rope,
 )
 
 MODEL_TYPE = "muse_glimmer_assistant"
@@ -30,14 +30,7 @@ def _recognises(values: ConfigJson) -> bool:
     return values.get("model_type") == MODEL_TYPE
 
 
-def _write_config(config: DrafterConfig, tokens: TokenIds) -> ConfigJson:
-    rope = rope_parameters(config)
-    if "partial_rotary_factor" in rope:
-        raise ExportError(
-            f"Format transformers can't express this drafter: it rotates {rope['partial_rotary_factor']} of each head "
-            f"(partial_rotary_factor, from its target), and {MODEL_TYPE} always rotates whole heads. "
-            "Export zlab only."
-        )
+def _write_config(config: DrafterConfig, tokens: TokenIds, _verifier: Verifier | None) -> ConfigJson:
     # This model type accepts a single eos id. It is never used: generation goes by the target's.
     eos = tokens.eos[0] if isinstance(tokens.eos, list) else tokens.eos
     return {
@@ -47,7 +40,7 @@ def _write_config(config: DrafterConfig, tokens: TokenIds) -> ConfigJson:
         "bos_token_id": tokens.bos,
         "eos_token_id": eos,
         "pad_token_id": tokens.pad,
-        "rope_parameters": rope,
+        "rope_parameters": whole_head_rope(config, "transformers"),
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": list(config.target_layer_ids),
     }

@@ -7,6 +7,7 @@ from dflash_lightning.export.format import (
     ConfigJson,
     Format,
     TokenIds,
+    Verifier,
     drafter_config,
     rope_parameters,
     shared_keys,
@@ -34,10 +35,13 @@ def _recognises(values: ConfigJson) -> bool:
     return "dflash_config" in values
 
 
-def _write_config(config: DrafterConfig, tokens: TokenIds) -> ConfigJson:
+def _write_config(config: DrafterConfig, tokens: TokenIds, _verifier: Verifier | None) -> ConfigJson:
     rope = rope_parameters(config)
-    # Servers look for the factor at the top, transformers among the rotary parameters.
-    partial = {k: v for k, v in rope.items() if k == "partial_rotary_factor"}
+    # Three spellings of one thing. transformers 5 reads and writes rope_parameters; engines on transformers 4 read
+    # rope_theta and rope_scaling, and the partial factor at the top.
+    older = {k: v for k, v in rope.items() if k in ("rope_theta", "partial_rotary_factor")}
+    if rope["rope_type"] != "default":
+        older["rope_scaling"] = {k: v for k, v in rope.items() if k not in older}
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -48,10 +52,8 @@ def _write_config(config: DrafterConfig, tokens: TokenIds) -> ConfigJson:
         "use_sliding_window": False,
         "sliding_window": None,
         "is_causal": False,
-        # transformers 5 reads and writes the second, engines read the first.
-        "rope_theta": rope["rope_theta"],
         "rope_parameters": rope,
-        **partial,
+        **older,
         "dflash_config": {
             "block_size": config.block_size,
             "mask_token_id": config.mask_token_id,
