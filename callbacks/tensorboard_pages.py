@@ -2,9 +2,13 @@
 
 import json
 import platform
+import shlex
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -109,6 +113,17 @@ def hyperparameters(trainer: L.Trainer, module: DFlashModule) -> dict[str, str |
     )
 
 
+def git_state(folder: Path) -> str:
+    """Commit of the repository that ``folder`` belongs to, and whether it holds changes."""
+    git = ["git", "-C", str(folder)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        changes = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return "none"
+    return commit.stdout.strip() + (", with changes" if changes.stdout.strip() else "")
+
+
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, str | float]:
     flat: dict[str, str | float] = {}
     for name, value in settings.items():
@@ -120,8 +135,10 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, str | float]:
 
 
 def versions(trainer: L.Trainer) -> str:
-    """Markdown: what the run runs on."""
+    """Markdown: the command, and what it runs on."""
     rows = {
+        "command": f"`{shlex.join(sys.argv)}`",
+        "git commit of the working folder": git_state(Path.cwd()),
         "dflash_lightning": __version__,
         "Python": platform.python_version(),
         **{package: version(package) for package in PACKAGES},

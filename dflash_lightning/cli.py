@@ -22,6 +22,7 @@ COMMANDS = {
     "prepare": ("dflash_lightning.prepare:prepare", "prompts -> the target's own answers, as tokens"),
     "capture": ("dflash_lightning.capture:capture", "answers -> context features in a cache"),
     "fit": ("dflash_lightning.fit:fit", "train a drafter on a cache (LightningCLI)"),
+    "report": ("dflash_lightning.report:report", "a training -> one page: figures, curves, texts, settings"),
     "evaluate": (
         "dflash_lightning.evaluate:evaluate",
         "decode prompts for real: acceptance length, speed, losslessness",
@@ -36,7 +37,7 @@ COMMANDS = {
 # A path that can't be read or written; Python's own message names it.
 FILE_ERRORS = (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
 DEBUG = "--debug"
-POSITIONAL = ("cache bench", "cache info", "cache verify")
+POSITIONAL = ("cache bench", "cache info", "cache verify", "report")
 
 
 def load_command(name: str) -> Callable[..., Any]:

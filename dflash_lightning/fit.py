@@ -4,6 +4,7 @@ import logging
 import signal
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -13,12 +14,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from callbacks.fault_watch import WatchForFaults
-from callbacks.tensorboard_pages import TensorBoardPages
+from callbacks.tensorboard_pages import TensorBoardPages, tensorboard_writers
 from callbacks.training_progress import TrainingProgress
 from datamodules import FeatureCacheDataModule
 from dflash_lightning.distributed import is_of_lost_rank, launched_place
 from dflash_lightning.errors import ConfigError, DFlashError, LostRankError
 from dflash_lightning.module import DFlashModule
+from dflash_lightning.report import report
 from dflash_lightning.resume import OneStart, check_same_run, choose_start
 from dflash_lightning.trainer_checks import check_trainer
 from dflash_lightning.usage import first_of_ours, usage_errors
@@ -75,6 +77,9 @@ class FitCLI(LightningCLI):
         settings = self._parser("fit").dump(self.config["fit"])
         self.trainer.callbacks += [OneStart(start), WatchForFaults(), TensorBoardPages(settings, start.step)]
         self.trainer.fit(model, datamodule=datamodule, ckpt_path=start.checkpoint)
+        for writer in tensorboard_writers(self.trainer):
+            writer.flush()
+            report(Path(writer.log_dir))
 
 
 def fit(arguments: Sequence[str]) -> FitCLI:

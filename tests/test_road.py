@@ -92,6 +92,7 @@ def test_training_leaves_logs_reports_checkpoints_and_exports(road):
     assert {path.name for path in (road / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
     assert read_training_checkpoint(road / "checkpoints" / "last.ckpt").step == 12
     assert {path.name for path in (road / "at_end").iterdir()} == {"zlab", "transformers"}
+    assert f"{reports[-1]['tau']:.2f} (step 12" in (road / "logs" / "report.html").read_text()
 
 
 @pytest.mark.slow
