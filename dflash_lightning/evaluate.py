@@ -1,8 +1,6 @@
 """The command ``evaluate``: a report over many prompts, from real decoding."""
 
 import json as json_format
-from collections.abc import Sequence
-from dataclasses import asdict
 from datetime import timedelta
 from inspect import signature
 from pathlib import Path
@@ -10,34 +8,26 @@ from typing import Any, Literal
 
 import torch
 
-from dflash_lightning import __version__
 from dflash_lightning.devices import resolve_device
 from dflash_lightning.distributed import gather_when_all_are_done, launched_place, world_of_all
-from dflash_lightning.drafter import Drafter
 from dflash_lightning.durable import write_whole
 from dflash_lightning.errors import ConfigError
-from dflash_lightning.evaluation_journal import EvaluationJournal, drafter_identity
+from dflash_lightning.evaluation_job import EvaluationJob
 from dflash_lightning.evaluation_report import summarize
 from dflash_lightning.evaluation_table import print_report
 from dflash_lightning.export import load_drafter
-from dflash_lightning.progress import say, track
 from dflash_lightning.prompt_sets import read_evaluation_prompts
-from dflash_lightning.prompts import PromptRow, rows_record
 from dflash_lightning.questioning import Questioning
 from dflash_lightning.sampling import make_scheme
 from dflash_lightning.target import (
     load_generation_config,
-    load_target,
     load_tokenizer,
     stop_token_ids,
-    target_identity,
     target_text_config,
 )
 
 Dtype = Literal["bfloat16", "float32"]
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
-# Prompts on which the other dtype's plain speed is tried.
-PROBE_PROMPTS = 2
 # The first waits for the last; one that has ended is noticed at once.
 MEETING_TIMEOUT = timedelta(hours=24)
 GO_ON = "Give the same command again: with --json it goes on with the prompts that aren't finished."
@@ -67,32 +57,6 @@ def check_outputs(json: Path | None, plot: Path | None) -> None:
     for path in filter(None, (json, plot)):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
-
-
-def decode_missing(
-    target: str,
-    drafter: Drafter,
-    rows: Sequence[PromptRow],
-    missing: Sequence[int],
-    questioning: Questioning,
-    journal: EvaluationJournal,
-    dtype: Dtype,
-) -> None:
-    """Decode the prompts of these numbers, with progress on stderr; each is in the journal once it is finished."""
-    device = questioning.device
-    if journal.plain_speed is None and 0 in missing:  # one process tries it
-        # Before and alone, so that two targets never share the memory.
-        other = torch.float32 if dtype == "bfloat16" else torch.bfloat16
-        model = load_target(target, dtype=other, device=device)
-        journal.add_plain_speed(questioning.plain_speed(model, rows[:PROBE_PROMPTS]))
-        del model
-    model = load_target(target, dtype=getattr(torch, dtype), device=device)
-    questioning.warm_up(model, drafter, rows[missing[0]])
-    with track(len(missing), "evaluate", "tokens") as progress:
-        for number in missing:
-            texts = questioning.texts(model, drafter, rows[number])
-            journal.add(number, texts)
-            progress.advance(1, done=sum(len(text.token_ids) + len(text.plain_token_ids) for text in texts))
 
 
 def evaluate(
@@ -145,40 +109,26 @@ def evaluate(
     with world_of_all(place) as world:
         tokenizer = load_tokenizer(target)
         prompt_set, rows = read_evaluation_prompts(prompts, limit, several_turns=True)
-        stop_ids = stop_token_ids(load_generation_config(target), tokenizer)
+        stop_ids = list(stop_token_ids(load_generation_config(target), tokenizer))
         limits = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids}
         questioning = Questioning(tokenizer, thinking, limits, complete_sampling(sampling), where)
         questioning.check_room(rows, target_text_config(target).max_position_embeddings)
         draft_model = load_drafter(drafter, dtype=getattr(torch, dtype), device=where, target=target)
-        settings = {"dtype": dtype, "device": where.type, "thinking": thinking, **limits, **questioning.sampling}
-        work = {
-            "target": asdict(target_identity(target)),
-            "drafter": drafter_identity(draft_model),
-            "prompts": rows_record(rows),
-            "settings": settings,
-            "code_version": __version__,
-        }
-        folder = json and journal_folder(json)
-        mine = range(place.rank, len(rows), place.world_size)
-        with EvaluationJournal(folder, place.rank, work) as journal:
-            missing = [number for number in mine if number not in journal.results]
-            if folder and len(missing) < len(mine):
-                say(f"{len(mine) - len(missing)} of {len(mine)} prompts were finished before, see {folder}")
-            if missing:
-                decode_missing(target, draft_model, rows, missing, questioning, journal, dtype)
-        parts = [{number: journal.results[number] for number in mine}]
+        job = EvaluationJob(target, draft_model, dtype, rows, questioning, place)
+        results, plain_speed = job.results(json and journal_folder(json))
+        parts = [results]
         if world is not None:
-            parts = gather_when_all_are_done(parts[0], world, MEETING_TIMEOUT, "evaluate", GO_ON)
+            parts = gather_when_all_are_done(results, world, MEETING_TIMEOUT, "evaluate", GO_ON)
     if place.rank > 0:
         return None
     texts = {number: found for part in parts for number, found in part.items()}
     report = summarize(
         [text for number in sorted(texts) for text in texts[number]],
         draft_model.config.block_size,
-        baseline_tokens_per_second=journal.plain_speed,
+        baseline_tokens_per_second=plain_speed,
     )
     # Known where the drafter was trained, not here; the key keeps reports of both places alike.
-    report |= {"tau_before": None, "prompt_set": prompt_set, "settings": settings}
+    report |= {"tau_before": None, "prompt_set": prompt_set, "settings": job.settings}
     if json is not None:
         write_whole(json, json_format.dumps(report, indent=2) + "\n")
     if plot is not None:

@@ -18,7 +18,10 @@ ROOT = Path(__file__).parents[1]
 FLAGS = {
     "prepare": ["--target", "--input", "--output", "--limit"],
     "capture": ["--target", "--data", "--cache", "--limit"],
-    "evaluate": ["--target", "--drafter", "--prompts", "--limit", "--max-new-tokens", "--dtype", "--json"],
+    "evaluate": [
+        *("--target", "--drafter", "--prompts", "--limit", "--max-new-tokens", "--dtype", "--json", "--plot"),
+        *("--temperature", "--top-k", "--top-p", "--proposals", "--seed"),
+    ],
     "generate": ["--target", "--drafter", "--prompt"],
     "export": ["--checkpoint", "--format", "--output"],
 }

@@ -1,15 +1,15 @@
 """A process knows its place from what torchrun, srun or neither put into its environment; and how ranks meet."""
 
 import os
+import socket
 import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed
 
-from dflash_lightning.distributed import Place, gather_when_all_are_done, launched_place
+from dflash_lightning.distributed import Place, gather_when_all_are_done, launched_place, world_of_all
 from dflash_lightning.errors import LostRankError
 
 # As Slurm sets them: a batch script has the job's variables, and each task of an srun its step's as well.
@@ -48,25 +48,28 @@ def test_place(monkeypatch, environment, place):
     assert launched_place() == place
 
 
-def meet(rank: int, folder: Path) -> None:
-    """Two ranks meet; then rank 1 stays away until the other has given up."""
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    group = distributed.new_group(backend="gloo", timeout=timedelta(minutes=5))
-    met = gather_when_all_are_done({rank: "x" * rank}, group, timedelta(minutes=5), "meeting", "Do.")
-    assert met == [{0: ""}, {1: "x"}]
-    message = folder / "message.txt"
-    if rank == 1:
-        while not message.exists():
-            time.sleep(0.05)
-        return
-    with pytest.raises(LostRankError) as found:
-        gather_when_all_are_done(rank, group, timedelta(seconds=3), "decoding at step 9", "Start again.")
-    message.write_text(str(found.value))
+def meet(rank: int, folder: Path, port: int) -> None:
+    """Two tasks of an srun meet; then rank 1 stays away until the other has given up."""
+    task = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODELIST": "127.0.0.1"}
+    os.environ |= {**SRUN_TASK, **task, "MASTER_PORT": str(port)}
+    with world_of_all(launched_place()) as group:
+        met = gather_when_all_are_done({rank: "x" * rank}, group, timedelta(minutes=5), "meeting", "Do.")
+        assert met == [{0: ""}, {1: "x"}]
+        message = folder / "message.txt"
+        if rank == 1:
+            while not message.exists():
+                time.sleep(0.05)
+            return
+        with pytest.raises(LostRankError) as found:
+            gather_when_all_are_done(rank, group, timedelta(seconds=3), "decoding at step 9", "Start again.")
+        message.write_text(str(found.value))
 
 
 @pytest.mark.slow
 def test_ranks_meet_at_the_end_and_name_the_one_that_does_not_come(tmp_path):
-    torch.multiprocessing.spawn(meet, (tmp_path,), nprocs=2)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(meet, (tmp_path, port), nprocs=2)
     message = (tmp_path / "message.txt").read_text()
     assert message.startswith("decoding at step 9: rank 0 was done and waited for the others in vain (")
     assert "slower by more than 0.05 minutes. Start again." in message

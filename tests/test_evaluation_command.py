@@ -12,7 +12,7 @@ from export_helpers import save_checkpoint
 from helpers import load_tiny, make_drafter
 from prepare_helpers import write_rows
 
-from dflash_lightning import evaluate as evaluate_module
+from dflash_lightning import evaluation_job
 from dflash_lightning.decoding import plain_decode
 from dflash_lightning.errors import ConfigError, DataError
 from dflash_lightning.evaluate import evaluate, journal_folder
@@ -112,7 +112,7 @@ def test_other_work_is_refused_by_field_and_the_same_is_not_done_again(
     ):
         with pytest.raises(DataError, match=message):
             evaluate(**{**settings, **change})
-    monkeypatch.setattr(evaluate_module, "load_target", None)
+    monkeypatch.setattr(evaluation_job, "load_target", None)
     moved = tmp_path / "moved.ckpt"
     moved.write_bytes(Path(settings["drafter"]).read_bytes())
     assert evaluate(**{**settings, "drafter": moved, "plot": tmp_path / "new" / "plot.png"}) == report
@@ -132,7 +132,7 @@ def test_other_work_is_refused_by_field_and_the_same_is_not_done_again(
     ],
 )
 def test_settings_that_cannot_be_are_refused_before_anything_is_loaded(settings, monkeypatch, change, message):
-    monkeypatch.setattr(evaluate_module, "load_target", None)
+    monkeypatch.setattr(evaluation_job, "load_target", None)
     with pytest.raises(ConfigError, match=message):
         evaluate(**{**settings, **change})
 

@@ -8,7 +8,7 @@
 # All #SBATCH lines stand before the first command: SLURM reads none after it.
 #SBATCH --job-name=dflash --time=24:00:00 --output=dflash-%j.log --open-mode=append
 # Five minutes before the time is up all tasks get SIGUSR1. Training saves a checkpoint and ends with 75 (SaveOnSignal);
-# capture is ended by it (138) and goes on from what it has written. Either way the job queues again.
+# capture and evaluate are ended by it (138) and go on from what they have written. Either way the job queues again.
 #SBATCH --requeue --signal=USR1@300
 ENVIRONMENT=.venv/bin/activate
 

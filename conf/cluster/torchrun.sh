@@ -12,7 +12,7 @@ FIRST_NODE=10.0.0.1
 node=$1
 shift
 if ! [[ "$node" =~ ^[0-9]+$ ]] || [ $# -eq 0 ]; then
-    echo "usage: $0 NODE_NUMBER COMMAND ...   (NODE_NUMBER from 0 to $((NODES - 1)), COMMAND capture or fit)" >&2
+    echo "usage: $0 NODE_NUMBER COMMAND ...   (NODE_NUMBER from 0 to $((NODES - 1)), COMMAND capture, fit or evaluate)" >&2
     exit 2
 fi
 if ! command -v torchrun > /dev/null; then
