@@ -152,7 +152,8 @@ def _chart(curves: dict[str, list], band: tuple[list, list] | None) -> str:
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     if len(curves) > 1:
-        axes.legend(frameon=False, fontsize="x-small")
+        place = "outside right center" if len(curves) > 3 else "outside upper left"
+        figure.legend(frameon=False, fontsize="x-small", loc=place, ncols=1 if len(curves) > 3 else len(curves))
     drawing = io.StringIO()
     # Text stays text; the same page comes out each time.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "report"}):
