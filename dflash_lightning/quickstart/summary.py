@@ -9,30 +9,24 @@ from typing import Any
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dflash_lightning.cache import describe
+from dflash_lightning.run_log import read_run_log
 
 
 def training_figures(logs: Path) -> dict[str, Any]:
-    """Steps, speed and loss of a training run, from its TensorBoard events: they survive a resume."""
-    events = EventAccumulator(str(logs), size_guidance={"scalars": 0})
-    events.Reload()
-
-    def values(name: str) -> list[float]:
-        return [event.value for event in events.Scalars(name)]
-
-    labels, seconds, waits = (
-        values(f"perf/{name}") for name in ("label_tokens", "training_seconds", "data_wait_share")
-    )
-    losses = events.Scalars("train/loss")
+    """Steps, speed and loss of a training run, from its log: it survives a resume."""
+    log = read_run_log(logs)
+    losses = log.scalars["train/loss"]
+    waits = [value for _, value in log.scalars["perf/data_wait_share"]]
+    seconds = log.latest("perf/training_seconds")
     return {
         # Lightning numbers steps from 0.
-        "steps": losses[-1].step + 1,
-        "label_tokens_per_second": labels[-1] / seconds[-1],
-        "seconds": seconds[-1],
-        "loss_first": losses[0].value,
-        "loss_last": losses[-1].value,
+        "steps": losses[-1][0] + 1,
+        "label_tokens_per_second": log.latest("perf/label_tokens") / seconds,
+        "seconds": seconds,
+        "loss_first": losses[0][1],
+        "loss_last": losses[-1][1],
         "data_wait_share": sum(waits) / len(waits),
     }
 
@@ -104,6 +98,7 @@ def print_summary(run: Path, summary: dict[str, Any]) -> None:
     places.add_row("best and last checkpoint", str(run / "checkpoints"))
     places.add_row("all figures", str(run / "summary.json"))
     places.add_row("to type commands", f"source {os.path.relpath(Path(sys.prefix) / 'bin' / 'activate')}")
+    places.add_row("the training on one page", str(run / "logs" / "report.html"))
     places.add_row("curves", f"tensorboard --logdir {run / 'logs'}")
     places.add_row(
         "another prompt",
