@@ -1,45 +1,15 @@
-"""What a decoding looks like in TensorBoard: a picture of acceptance by slot, and texts with accepted spans marked."""
+"""What a decoding looks like in TensorBoard: texts with accepted spans marked."""
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from transformers import PreTrainedTokenizerBase
 
 from dflash_lightning.evaluation import PromptResult, pooled_tau
-from dflash_lightning.evaluation_report import acceptance_by_slot
 
 ROUND = "¦"
 PUNCTUATION = re.compile(r"[!-/:-@\[-`{-~]")
-
-
-def acceptance_picture(report: dict[str, Any], results: Sequence[PromptResult]) -> Figure:
-    """How far blocks are accepted: by decoding, and by the training forward over the same texts."""
-    figure = Figure(figsize=(9, 3.4), dpi=90, layout="constrained")
-    by_slot, by_length = figure.subplots(1, 2)
-    decoded = list(report["histogram"].values())
-    forced = Counter(n for result in results for n in result.accepted_teacher_forced)
-    for label, histogram, marker in (
-        ("decoded", decoded, "o"),
-        ("teacher-forced, same texts", [forced[n] for n in range(1, len(decoded) + 1)], "s"),
-    ):
-        shares = acceptance_by_slot(histogram)["acceptance_by_slot"]
-        if None not in shares:
-            by_slot.plot(range(1, len(decoded)), shares, marker=marker, label=label)
-    tau = "no round" if report["tau"] is None else f"tau {report['tau']:.2f}"
-    by_slot.set(xlabel="slot", ylabel="blocks accepted up to it", ylim=(0, 1.02), title=f"step {report['step']}: {tau}")
-    by_slot.legend(frameon=False)
-    by_length.bar(range(1, len(decoded) + 1), decoded)
-    by_length.set(xlabel="tokens committed by a round, bonus included", ylabel="rounds", title="decoded rounds")
-    for axes in (by_slot, by_length):
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure
 
 
 def sample_page(results: Sequence[PromptResult], tokenizer: PreTrainedTokenizerBase, step: int) -> str:

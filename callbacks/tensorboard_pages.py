@@ -19,11 +19,12 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from callbacks.acceptance import DecodingObserver
-from callbacks.decoding_pages import acceptance_picture, sample_page
+from callbacks.decoding_pages import sample_page
 from callbacks.tensorboard_layout import LAYOUT
 from datamodules import FeatureCacheDataModule
 from dflash_lightning import __version__
 from dflash_lightning.evaluation import PromptResult
+from dflash_lightning.evaluation_plot import draw_report
 from dflash_lightning.initial_drafter import CHOSEN
 from dflash_lightning.module import DFlashModule
 from dflash_lightning.target import load_tokenizer
@@ -89,7 +90,7 @@ class TensorBoardPages(DecodingObserver):
             if len(committed):
                 edges = np.arange(len(report["histogram"]) + 1) + 0.5
                 writer.add_histogram("decode/committed_by_round", committed, step, bins=edges)
-            writer.add_figure("decode/acceptance_by_slot", acceptance_picture(report, results), step)
+            writer.add_figure("decode/acceptance_by_slot", draw_report(report, f"step {report['step']}"), step)
             writer.add_text("decode/samples", sample_page(results[:SAMPLES], self._tokenizer, report["step"]), step)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:  # noqa: ARG002

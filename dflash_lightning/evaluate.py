@@ -134,6 +134,7 @@ def evaluate(
     if plot is not None:
         from dflash_lightning.evaluation_plot import draw_report  # here, as matplotlib takes a second to import
 
-        draw_report(report).savefig(plot, dpi=150)
+        title = f"{prompt_set}: {report['prompts']} prompts, speed-up {report['speedup']:.2f}x"
+        draw_report(report, title).savefig(plot, dpi=150)
     print_report(report)
     return report

@@ -3,27 +3,34 @@
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from dflash_lightning.evaluation_report import acceptance_by_slot
 
 
-def draw_report(report: dict[str, Any]) -> Figure:
-    """Rounds by tokens committed, and acceptance by slot."""
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    rounds, slots = figure.subplots(1, 2)
-    lengths = [int(n) for n in report["histogram"]]
-    rounds.bar(lengths, report["histogram"].values(), color="tab:blue")
-    rounds.set(xlabel="tokens committed by a round", ylabel="rounds", xticks=lengths)
+def draw_report(report: dict[str, Any], title: str) -> Figure:
+    """How far blocks are accepted, decoded and by the training forward over the same texts; and rounds by length."""
+    figure = Figure(figsize=(9, 3.6), dpi=90, layout="constrained")
+    figure.suptitle(title)
+    slots, rounds = figure.subplots(1, 2)
+    forced = acceptance_by_slot(report["teacher_forced_histogram"].values())["acceptance_by_slot"]
+    for label, shares, style in (
+        ("decoded", report["acceptance_by_slot"], "o-"),
+        ("teacher-forced, same texts", forced, "s-"),
+        ("decoded, where the slots before were", report["conditional_acceptance_by_slot"], "o:"),
+    ):
+        known = [float("nan") if share is None else share for share in shares]
+        slots.plot(range(1, len(shares) + 1), known, style, label=label)
+    slots.set(xlabel="slot", ylabel="accepted", ylim=(0, 1.02))
+    slots.legend(frameon=False, fontsize="small")
+    rounds.bar([int(n) for n in report["histogram"]], report["histogram"].values())
+    rounds.set(xlabel="tokens committed by a round, bonus included", ylabel="rounds")
     if report["tau"] is not None:
         rounds.axvspan(report["tau_low"], report["tau_high"], color="tab:orange", alpha=0.3, label="95 %")
         rounds.axvline(report["tau"], color="tab:orange", label=f"tau {report['tau']:.2f}")
-        rounds.legend()
-    numbers = lengths[:-1]
-    for key, label in (
-        ("acceptance_by_slot", "of all rounds"),
-        ("conditional_acceptance_by_slot", "of those that accepted the slots before"),
-    ):
-        shares = [float("nan") if share is None else share for share in report[key]]
-        slots.plot(numbers, shares, marker="o", label=label)
-    slots.set(xlabel="slot of the block", ylabel="accepted", xticks=numbers, ylim=(0, 1.02))
-    slots.legend()
-    figure.suptitle(f"{report['prompt_set']}: {report['prompts']} prompts, speed-up {report['speedup']:.2f}x")
+        rounds.legend(frameon=False)
+    for axes in (slots, rounds):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
     return figure

@@ -1,7 +1,7 @@
 """The report of an evaluation: what all its texts say of a drafter."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 from statistics import mean, median
 from typing import Any
@@ -24,8 +24,8 @@ def summarize(
     committed = [[n for text in texts for n in text.committed] for texts in prompts]
     taus = [[mean(text.committed) for text in texts if text.committed] for texts in prompts]
     lengths = Counter(n for rounds in committed for n in rounds)
-    histogram = [lengths.get(n, 0) for n in range(1, block_size + 1)]
-    forced = [n for result in results for n in result.accepted_teacher_forced]
+    histogram = {str(n): lengths[n] for n in range(1, block_size + 1)}
+    forced = Counter(n for result in results for n in result.accepted_teacher_forced)
     low, high = tau_interval(committed)
     mean_low, mean_high = ratio_interval([sum(values) for values in taus], [len(values) for values in taus])
     seconds = sum(result.seconds for result in results)
@@ -41,8 +41,8 @@ def summarize(
         "tau_mean": mean(values) if (values := [tau for texts in taus for tau in texts]) else None,
         "tau_mean_low": mean_low,
         "tau_mean_high": mean_high,
-        "teacher_forced_tau": sum(forced) / len(forced) if forced else None,
-        "rounds": sum(histogram),
+        "teacher_forced_tau": mean(forced.elements()) if forced else None,
+        "rounds": lengths.total(),
         "prompts": len(prompts),
         "texts": len(results),
         "by_family": {
@@ -53,20 +53,22 @@ def summarize(
         "speedup": speed / baseline,
         "seconds_to_first_token": median(result.prefill_seconds for result in results),
         "plain_seconds_to_first_token": median(result.plain_prefill_seconds for result in results),
-        "histogram": {str(n): count for n, count in enumerate(histogram, start=1)},
-        **acceptance_by_slot(histogram),
+        "histogram": histogram,
+        "teacher_forced_histogram": {n: forced[int(n)] for n in histogram},
+        **acceptance_by_slot(histogram.values()),
         "lossless": lossless_counts(prompts),
         "mask_token_prompts": sum(any(text.mask_tokens for text in texts) for texts in prompts),
     }
 
 
-def acceptance_by_slot(histogram: Sequence[int]) -> dict[str, list[float | None]]:
+def acceptance_by_slot(histogram: Iterable[int]) -> dict[str, list[float | None]]:
     """Shares of the rounds in which slot 1, 2, ... was accepted: of all rounds, and of those that got to the slot.
 
     Args:
         histogram: [B] rounds that committed 1, 2, ... tokens.
     """
-    reached = [sum(histogram[k:]) for k in range(len(histogram))]  # rounds that committed more than k tokens
+    counts = list(histogram)
+    reached = [sum(counts[k:]) for k in range(len(counts))]  # rounds that committed more than k tokens
     return {
         "acceptance_by_slot": [n / reached[0] if reached[0] else None for n in reached[1:]],
         "conditional_acceptance_by_slot": [n / before if before else None for before, n in pairwise(reached)],

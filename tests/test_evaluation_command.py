@@ -160,7 +160,7 @@ def test_killed_and_continued_is_the_same_report(settings, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks_report_what_one_does(settings, tmp_path):
+def test_two_ranks_report_what_one_does(settings, tmp_path, capsys):
     whole = evaluate(**settings, json=tmp_path / "whole.json")
     shared = {**settings, "json": tmp_path / "shared.json"}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -168,3 +168,9 @@ def test_two_ranks_report_what_one_does(settings, tmp_path):
     assert {path.name for path in journal_folder(shared["json"]).iterdir()} == {"rank-0.jsonl", "rank-1.jsonl"}
     assert without_times(json.loads(shared["json"].read_text())) == without_times(whole)
     assert texts_of(shared["json"]) == texts_of(tmp_path / "whole.json")
+    # One process goes on with what two have left.
+    second = journal_folder(shared["json"]) / "rank-1.jsonl"
+    second.write_bytes(b"".join(second.read_bytes().splitlines(keepends=True)[:-2]))
+    assert without_times(evaluate(**shared)) == without_times(whole)
+    assert texts_of(shared["json"]) == texts_of(tmp_path / "whole.json")
+    assert "34 of 36 prompts were finished before" in capsys.readouterr().out

@@ -58,6 +58,7 @@ def test_a_report_pools_rounds_and_counts_texts():
     assert report["teacher_forced_tau"] == pytest.approx(3.0)
     assert report["by_family"] == {"a": 3.0, "b": 2.0}
     assert report["histogram"] == {"1": 1, "2": 1, "3": 0, "4": 2}
+    assert report["teacher_forced_histogram"] == {"1": 0, "2": 1, "3": 1, "4": 1}
     assert report["lossless"] == {"prompts": 3, "identical": 1, "ties": 1, "differing": 1}
     assert (report["prompts"], report["texts"]) == (3, 3)
     assert report["tau_mean"] == pytest.approx((3 + 2) / 2)  # a text without a round has no tau
@@ -99,7 +100,7 @@ def conversations(seed=0, count=30, block_size=8):
         chance = rng.uniform(0.2, 0.9)
         for turn in range(rng.integers(1, 4)):
             rounds = np.minimum(rng.geometric(1 - chance, size=rng.integers(1, 20)), block_size).tolist()
-            texts.append(result(rounds, name=f"p{number}", turn=turn))
+            texts.append(result(rounds, name=f"p{number}", turn=turn, forced=[1, 2, 3]))
     return texts
 
 
@@ -170,8 +171,9 @@ def test_the_tables_fit_80_columns_and_the_picture_shows_the_report(capsys, text
     assert not any("…" in line for line in lines)
     assert len(lines) == 8 + 1 + 17  # no line is broken in two
     assert f"16  {report['histogram']['16']:>6}" in lines[-1]
-    rounds, slots = draw_report(report).axes
+    slots, rounds = draw_report(report, "title").axes
     assert [bar.get_height() for bar in rounds.patches][:16] == list(report["histogram"].values())
-    for line, key in zip(slots.lines, ("acceptance_by_slot", "conditional_acceptance_by_slot"), strict=True):
-        shares = [np.nan if share is None else share for share in report[key]]
-        np.testing.assert_array_equal(line.get_ydata(), shares)
+    decoded, forced, conditional = (line.get_ydata() for line in slots.lines)
+    for shown, key in ((decoded, "acceptance_by_slot"), (conditional, "conditional_acceptance_by_slot")):
+        np.testing.assert_array_equal(shown, [np.nan if share is None else share for share in report[key]])
+    np.testing.assert_allclose(forced, [2 / 3, 1 / 3, *[0] * 13] if len(texts) > 1 else [np.nan] * 15)

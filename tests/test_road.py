@@ -24,7 +24,7 @@ VALIDATION_KEYS = {
     *("tau", "tau_low", "tau_high", "tau_before", "teacher_forced_tau", "rounds", "prompts", "by_family"),
     *("tokens_per_second", "baseline_tokens_per_second", "speedup", "histogram", "lossless"),
     *("tau_mean", "tau_mean_low", "tau_mean_high", "texts", "mask_token_prompts", "prompt_set", "settings"),
-    *("acceptance_by_slot", "conditional_acceptance_by_slot"),
+    *("acceptance_by_slot", "conditional_acceptance_by_slot", "teacher_forced_histogram"),
     *("seconds_to_first_token", "plain_seconds_to_first_token"),
 }
 
