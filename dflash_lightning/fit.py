@@ -107,6 +107,12 @@ def fit(arguments: Sequence[str]) -> FitCLI:
             raise mistake from error
         raise
     except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            raise ConfigError(
+                f"the port at which the processes of this run would meet is in use: {str(error).splitlines()[0]}\n"
+                "Another run on this machine has it. Give torchrun another --master-port, or set no MASTER_PORT for a "
+                "run of one process."
+            ) from error
         if not is_of_lost_rank(error):
             raise
         raise LostRankError(

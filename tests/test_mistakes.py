@@ -1,7 +1,10 @@
 """The most likely mistakes, each made on the command line: one clear message, no traceback."""
 
 import json
+import os
 import re
+import socket
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -136,6 +139,17 @@ def test_a_mistake_is_one_message(made, monkeypatch, capsys, name):
     assert "Traceback" not in message
     assert re.search(MISTAKES[name][1], message), message
     assert len(message.splitlines()) <= 9
+
+
+@pytest.mark.slow
+def test_a_port_in_use_is_one_message(made):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        command = [sys.executable, "-m", "dflash_lightning", *fit(made)]
+        found = subprocess.run(command, env=os.environ | place, capture_output=True, text=True, check=False)
+    assert found.returncode == 2, found.stderr
+    assert "is in use" in found.stderr
+    assert "Traceback" not in found.stderr
 
 
 @pytest.mark.usefixtures("process_group")
