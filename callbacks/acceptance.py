@@ -71,7 +71,7 @@ class DecodedAcceptance(Callback):
     ):
         """
         Args:
-            prompts: JSONL file of prompts that aren't trained on.
+            prompts: JSONL file of prompts that aren't trained on, or another source of `evaluate`; of one turn each.
             limit: decode only its first prompts.
             max_new_tokens: length limit of each text.
             thinking: the chat template's thinking switch; as in prepare.

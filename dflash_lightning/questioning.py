@@ -57,14 +57,18 @@ class Questioning:
     def plain_speed(self, target: PreTrainedModel, rows: Sequence[PromptRow]) -> float:
         """Tokens a second of plain decoding."""
         prompts = [self.prompt(row) for row in rows]
+        plain_decode(target, prompts[0].token_ids, **self._warm_up_limits)
         runs = [plain_decode(target, p.token_ids, scheme=self.scheme(p), **self.limits) for p in prompts]
         return sum(len(run.token_ids) for run in runs) / sum(run.prefill_seconds + run.decode_seconds for run in runs)
 
     def warm_up(self, target: PreTrainedModel, drafter: Drafter, row: PromptRow) -> None:
-        prompt = self.prompt(row)
-        limits = {**self.limits, "max_new_tokens": min(WARM_UP_TOKENS, self.limits["max_new_tokens"])}
-        plain_decode(target, prompt.token_ids, **limits)
-        speculative_decode(target, drafter, prompt.token_ids, **limits)
+        prompt_ids = self.prompt(row).token_ids
+        plain_decode(target, prompt_ids, **self._warm_up_limits)
+        speculative_decode(target, drafter, prompt_ids, **self._warm_up_limits)
+
+    @property
+    def _warm_up_limits(self) -> dict[str, Any]:
+        return {**self.limits, "max_new_tokens": min(WARM_UP_TOKENS, self.limits["max_new_tokens"])}
 
     def check_room(self, rows: Sequence[PromptRow], positions: int) -> None:
         """Refuse prompts that may leave the target no position for an answer, and turns that its template rejects.

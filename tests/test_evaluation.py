@@ -8,6 +8,7 @@ from helpers import load_tiny, make_drafter
 
 from dflash_lightning.context import Context
 from dflash_lightning.decoding import plain_decode, speculative_decode
+from dflash_lightning.errors import DataError
 from dflash_lightning.evaluation import (
     Prompt,
     evaluate_prompt,
@@ -92,3 +93,6 @@ def test_prompts_keep_their_family_and_ignore_answers(llama_folder, tmp_path):
     first, second = load_prompts(path, tokenizer)
     assert (first.id, first.family, second.family) == ("x", "f", None)
     assert tokenizer.decode(first.token_ids) == "<|start|>user\nhi<|end|><|start|>assistant\n"
+    path.write_text('{"turns": ["hi", "ho"]}\n')
+    with pytest.raises(DataError, match="only `evaluate` can ask"):
+        load_prompts(path, tokenizer)
