@@ -29,6 +29,7 @@ COMMANDS = {
     ),
     "generate": ("dflash_lightning.generate:generate", "answer a prompt, or chat, accepted spans in colour"),
     "export": ("dflash_lightning.export:export", "checkpoint -> folders that servers load"),
+    "doctor": ("dflash_lightning.doctor:doctor", "whether packages, machine and the parts of a run would do"),
     "cache plan": ("dflash_lightning.cache_plan:plan", "what a capture would take, before anything is written"),
     "cache info": ("dflash_lightning.cache_commands:info", "what a cache holds"),
     "cache bench": ("dflash_lightning.cache_bench:bench", "how fast a cache is read, beside memmap and torch files"),

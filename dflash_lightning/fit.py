@@ -82,10 +82,13 @@ class FitCLI(LightningCLI):
             report(Path(writer.log_dir))
 
 
-def fit(arguments: Sequence[str]) -> FitCLI:
+def fit(arguments: Sequence[str], cli: type[FitCLI] | None = None) -> FitCLI:
     """Train as the given command line arguments and YAML files say; returns the CLI with its trainer and module.
 
     Unknown keys are refused. The full configuration of the run is saved as ``config.yaml`` in its log folder.
+
+    Args:
+        cli: does something else than training with the same settings.
     """
     for message in HARMLESS_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
@@ -93,7 +96,7 @@ def fit(arguments: Sequence[str]) -> FitCLI:
     program = "dflash-lightning fit"
     try:
         with usage_errors(program):
-            return FitCLI(
+            return (cli or FitCLI)(
                 DFlashModule,
                 FeatureCacheDataModule,
                 args=["fit", *arguments],
