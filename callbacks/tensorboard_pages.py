@@ -19,7 +19,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from callbacks.acceptance import DecodingObserver
-from callbacks.decoding_pages import sample_page
+from callbacks.decoding_samples import sample_page
 from callbacks.tensorboard_layout import LAYOUT
 from datamodules import FeatureCacheDataModule
 from dflash_lightning import __version__

@@ -14,7 +14,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 from training_helpers import random_sample, write_cache
 
-from callbacks.decoding_pages import plain_markdown, sample_page
+from callbacks.decoding_samples import plain_markdown, sample_page
 from dflash_lightning.evaluation import Prompt, PromptResult
 from dflash_lightning.fit import fit
 from dflash_lightning.target import load_tokenizer

@@ -1,4 +1,4 @@
-"""What a decoding looks like in TensorBoard: texts with accepted spans marked."""
+"""Texts of a decoding for TensorBoard: the accepted spans marked, and plain greedy decoding beside."""
 
 import re
 from collections.abc import Sequence
