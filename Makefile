@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup quickstart test lint clean
+.PHONY: setup quickstart test lint docs clean
 
 setup: $(VENV)/installed
 
@@ -24,6 +24,9 @@ lint: setup
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+docs: setup
+	$(BIN)/python docs/make_reference.py
 
 clean:
 	rm -rf $(VENV) runs

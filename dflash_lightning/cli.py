@@ -9,13 +9,16 @@ from inspect import signature
 from typing import Any
 
 import docstring_parser
-from jsonargparse import ActionConfigFile, ArgumentParser
+from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings
 from rich.console import Console
 from rich.text import Text
 
 from dflash_lightning import __version__
 from dflash_lightning.errors import DFlashError
 from dflash_lightning.usage import usage_errors
+
+# The settings' dataclasses say below each field what it is.
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 # Command -> where its function is, and what it does. A command imports only what it needs.
 COMMANDS = {
