@@ -48,7 +48,7 @@ def test_commands_are_ones_that_the_code_takes(page, command, monkeypatch, capsy
 
 def test_there_are_commands_to_check():
     named = {next(name for name in COMMANDS if command.startswith(name)) for _, command in commands()}
-    assert {"prepare", "capture", "fit", "evaluate", "export", "generate", "cache info"} <= named
+    assert {"prepare", "capture", "fit", "evaluate", "export", "generate"} <= named
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
