@@ -88,7 +88,7 @@ def _table(parser: ArgumentParser, *, positional: bool = False) -> str:
 
 
 def _shown(default: object) -> str:
-    return default if isinstance(default, str) else json.dumps(default)
+    return str(default) if isinstance(default, str | Path) else json.dumps(default)
 
 
 def _told(text: str | None) -> str:
