@@ -17,6 +17,10 @@ class ExportDrafter(Callback):
 
     "Best" is what the trainer's first `ModelCheckpoint` monitors. That the folders are free is checked before the first
     step, so that hours of training don't end in a refusal. A training that is resumed replaces what it exported before.
+
+    The files are read back and compared, but nothing is decoded: that would need the target in float32 where the
+    training still holds the memory, while the other ranks wait. `dflash-lightning export` with the checkpoint, or with
+    the exported folder and its target, does it afterwards.
     """
 
     def __init__(self, dirpath: str, formats: str = "zlab,transformers"):
@@ -47,7 +51,7 @@ class ExportDrafter(Callback):
             for folder in (self.dirpath / name for name in self._names):
                 if folder not in free:
                     shutil.rmtree(folder)
-            export(Path(best), self.dirpath, self.formats)
+            export(Path(best), self.dirpath, self.formats, verify=False)
 
     def _not_ours(self, trainer: L.Trainer) -> list[Path]:
         """The folders to make, but for those that an earlier end of this training has made."""

@@ -1,8 +1,7 @@
-"""The export gate: transformers itself generates with the exported drafter, and must give the same texts and tau."""
+"""transformers' own assisted decoding with an exported drafter: what our decoder is checked against."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,25 +10,7 @@ from transformers import AutoModel, GenerationConfig, PreTrainedModel
 from transformers.generation import BaseStreamer
 
 from dflash_lightning.errors import ExportError
-from dflash_lightning.export import read_drafter
-from dflash_lightning.export.loading import check_shape
-from dflash_lightning.export.muse_assistant import TRANSFORMERS
 from dflash_lightning.target.files import quiet_transformers
-
-
-@dataclass(frozen=True)
-class TransformersCheck:
-    """What transformers made of an exported drafter.
-
-    Attributes:
-        tau: tokens committed by verify rounds / verify rounds, over all prompts; None without any round.
-        identical: texts equal to ours, token for token.
-        prompts: texts compared.
-    """
-
-    tau: float | None
-    identical: int
-    prompts: int
 
 
 class CountRounds(BaseStreamer):
@@ -65,6 +46,19 @@ def _plain_defaults(target: PreTrainedModel) -> Iterator[None]:
         target.generation_config = defaults
 
 
+def load_assistant(folder: str | Path, target: PreTrainedModel) -> PreTrainedModel:
+    """The drafter of a folder of format `transformers`, in the dtype of the target and where that is.
+
+    Raises:
+        ExportError: transformers misses weights in the folder, or finds others.
+    """
+    with quiet_transformers():
+        assistant, report = AutoModel.from_pretrained(folder, dtype=target.dtype, output_loading_info=True)
+    if problems := {kind: names for kind, names in report.items() if names}:
+        raise ExportError(f"transformers doesn't read {folder} as it was written: {problems}.")
+    return assistant.eval().to(target.device)
+
+
 def generate_with_transformers(
     target: PreTrainedModel,
     assistant: PreTrainedModel,
@@ -74,6 +68,9 @@ def generate_with_transformers(
     stop_ids: Sequence[int],
 ) -> tuple[list[int], list[int]]:
     """New tokens of one prompt and tokens committed by each verify round, by transformers' own assisted decoding.
+
+    It drafts whole blocks to the very end and counts a round as we do, so in float32 texts and committed tokens are
+    ours. In bf16 it rotates in bf16 and we in float32: the proposals may differ slightly.
 
     Args:
         assistant: a drafter of the exported `transformers` format.
@@ -98,48 +95,3 @@ def generate_with_transformers(
             streamer=rounds,
         )
     return rounds.token_ids, rounds.committed
-
-
-def check_with_transformers(
-    target: PreTrainedModel,
-    folder: str | Path,
-    prompts: Sequence[Sequence[int]],
-    texts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    stop_ids: Sequence[int],
-) -> TransformersCheck:
-    """Generate greedily with transformers and the exported drafter, and compare with texts of our own decoder.
-
-    Both decoders draft whole blocks to the very end and count a round in the same way, so in float32 texts and tau are
-    equal. In bf16 transformers rotates in bf16 and we in float32: the proposals, hence tau, may differ slightly.
-
-    Args:
-        target: in the dtype that our texts were decoded in; the drafter is loaded in the same.
-        folder: exported folder of the format `transformers`.
-        prompts: tokens of each prompt.
-        texts: new tokens that our decoder gave for each prompt, with the same limits.
-        max_new_tokens: length limit of each text.
-        stop_ids: a text ends with the first of these.
-
-    Raises:
-        ExportError: there is no such drafter, or it was made for another target.
-    """
-    source = read_drafter(folder)
-    if source.form is not TRANSFORMERS:
-        found = source.form.name if source.form else "a training checkpoint"
-        raise ExportError(f"{folder} is {found}; transformers generates with a folder of the format transformers only.")
-    check_shape(source.config, target.config.get_text_config())
-    with quiet_transformers():
-        assistant = AutoModel.from_pretrained(folder, dtype=target.dtype)
-    assistant = assistant.eval().to(target.device)
-    identical, committed = 0, []
-    for prompt, text in zip(prompts, texts, strict=True):
-        new, rounds = generate_with_transformers(
-            target, assistant, prompt, max_new_tokens=max_new_tokens, stop_ids=stop_ids
-        )
-        identical += new == list(text)
-        committed += rounds
-    return TransformersCheck(
-        tau=sum(committed) / len(committed) if committed else None, identical=identical, prompts=len(prompts)
-    )

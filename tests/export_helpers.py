@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import pytest
 import torch
 from helpers import MASK_TOKEN_ID, load_tiny, make_drafter
 from transformers import PreTrainedModel
@@ -129,16 +128,11 @@ def memorise(target: PreTrainedModel, drafter: Drafter, prompts: list[list[int]]
         optimizer.zero_grad()
 
 
-def make_trained(folder) -> Trained:
+def make_trained(folder, **settings) -> Trained:
+    """For the target in ``folder``; ``settings`` are the drafter's."""
     target = load_tiny(folder)
     generator = torch.Generator().manual_seed(11)
     prompts = [torch.randint(4, 272, (length,), generator=generator).tolist() for length in (1, 2, 9, 5, 30)]
-    drafter = make_drafter(target)
+    drafter = make_drafter(target, **settings)
     memorise(target, drafter, prompts[:3], steps=30)
     return Trained(target, drafter.requires_grad_(False), prompts)
-
-
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
-def trained(request) -> Trained:
-    """For a tied Llama and an untied Qwen3 target in turn."""
-    return make_trained(request.getfixturevalue(f"{request.param}_folder"))

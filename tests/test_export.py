@@ -244,7 +244,7 @@ def test_the_command_exports_a_checkpoint_and_says_what_it_is(drafter, qwen3_fol
     report.write_text(
         json.dumps({"tau": 2.875, "tau_low": 2.5, "tau_high": 3.25, "prompts": 48, "histogram": {"1": 3}})
     )
-    folders = export(checkpoint, tmp_path / "out", evaluations=[report])
+    folders = export(checkpoint, tmp_path / "out", evaluations=[report], verify=False)
     assert folders == [tmp_path / "out" / "zlab", tmp_path / "out" / "transformers"]
     for folder in folders:
         assert torch.equal(load_drafter(folder, dtype=torch.bfloat16).fc.weight, drafter.fc.weight.bfloat16())

@@ -46,8 +46,46 @@ class Provenance:
         return made and cls(**{**made, "target": TargetIdentity(**made["target"])})
 
 
+@dataclass(frozen=True)
+class Verification:
+    """What was decoded with a folder before it took its name, in float32, by three decoders that agreed.
+
+    Attributes:
+        prompt_set: name of the prompts.
+        prompts: how many.
+        ties: of these, texts that part where the target's two logits are equal up to rounding; they don't count in tau.
+        max_new_tokens: length limit of each text.
+        tau: by our decoder.
+        transformers_tau: by transformers; None for a drafter that it can't express.
+    """
+
+    prompt_set: str
+    prompts: int
+    ties: int
+    max_new_tokens: int
+    tau: float
+    transformers_tau: float | None
+
+    def summary(self) -> str:
+        """One sentence, without a full stop."""
+        decoders, both = "our decoder and transformers' generate()", " in both"
+        if self.transformers_tau is None:
+            decoders, both = "our decoder (transformers has no drafter that rotates a part of each head)", ""
+        tied = f"; {self.ties} part from it at a tie of two logits" if self.ties else ""
+        return (
+            f"in float32, {decoders} gave the target's plain greedy text for {self.prompts - self.ties} of "
+            f"{self.prompts} prompts ({self.prompt_set}, at most {self.max_new_tokens} tokens each), tau {self.tau:.3f}"
+            f"{both}{tied}"
+        )
+
+
 def metadata(
-    config: DrafterConfig, form: Format, dtype: str, tokens: TokenIds, provenance: Provenance | None
+    config: DrafterConfig,
+    form: Format,
+    dtype: str,
+    tokens: TokenIds,
+    provenance: Provenance | None,
+    verification: Verification | None,
 ) -> dict[str, Any]:
     """Content of `dflash_lightning.json`."""
     return {
@@ -57,6 +95,7 @@ def metadata(
         # Not every format has room for all of them.
         "target_tokens": asdict(tokens),
         "provenance": provenance and asdict(provenance),
+        "verification": verification and asdict(verification),
         "exported_with": {
             "dflash_lightning": __version__,
             "python": platform.python_version(),
@@ -65,7 +104,13 @@ def metadata(
     }
 
 
-def model_card(config: DrafterConfig, form: Format, dtype: str, provenance: Provenance | None) -> str:
+def model_card(
+    config: DrafterConfig,
+    form: Format,
+    dtype: str,
+    provenance: Provenance | None,
+    verification: Verification | None,
+) -> str:
     """Content of `README.md`."""
     target = provenance.target.name if provenance else "TARGET"
     # Only a target from the hub has a name that others can resolve.
@@ -91,6 +136,9 @@ target's own. It uses the target's embedding table and LM head and is of no use 
 ## Measured
 
 {_measured(provenance)}
+## Verified
+
+{_verified(verification)}
 ## Made from
 
 {_made_from(config, form, dtype, provenance)}"""
@@ -109,6 +157,15 @@ def _measured(provenance: Provenance | None) -> str:
         interval = f"{entry['tau_low']:.3f} to {entry['tau_high']:.3f}" if entry.get("tau_low") else UNKNOWN
         lines.append(f"| {entry['prompt_set']} | {entry['prompts']} | {entry['tau']:.3f} | {interval} |")
     return "\n".join(lines) + "\n"
+
+
+def _verified(verification: Verification | None) -> str:
+    if verification is None:
+        return (
+            "The files were read back and hold what was written. Nothing was decoded with them: "
+            "`dflash-lightning export --checkpoint DIR --target TARGET` does that.\n"
+        )
+    return f"Decoded with these weights before the folder was called good: {verification.summary()}.\n"
 
 
 def _made_from(config: DrafterConfig, form: Format, dtype: str, provenance: Provenance | None) -> str:

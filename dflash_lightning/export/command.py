@@ -1,17 +1,20 @@
 """The command `export`."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from dflash_lightning.cache import CacheManifest, open_store
-from dflash_lightning.errors import DataError, ExportError
+from dflash_lightning.devices import resolve_device
+from dflash_lightning.errors import ConfigError, DataError, ExportError
 from dflash_lightning.export.card import Provenance
 from dflash_lightning.export.folder import check_free, export_formats, parse_formats
 from dflash_lightning.export.format import TokenIds, Verifier
 from dflash_lightning.export.loading import check_fits_target, read_drafter, read_json
+from dflash_lightning.export.verification import VerificationSettings, verify_folders, why_not
 from dflash_lightning.progress import say
 from dflash_lightning.target import load_tables, target_text_config
 from dflash_lightning.target.files import find_target
@@ -26,12 +29,19 @@ def export(
     target: str | None = None,
     cache: str | None = None,
     evaluations: list[Path] | None = None,
+    verify: bool | None = None,
+    prompts: str | None = None,
+    max_new_tokens: int = 32,
+    device: str = "auto",
 ) -> list[Path]:
     """Write a drafter as folders that inference engines load without a patch.
 
     Makes one folder a format: OUTPUT/zlab (vLLM, SGLang, llama.cpp, the official package), OUTPUT/transformers
     (generate() of transformers), OUTPUT/speculators (vLLM's package speculators). Nothing is overwritten, and an
-    interrupted export never looks finished.
+    export that was interrupted or refused leaves nothing.
+
+    Before the folders take their names, a few prompts are decoded in float32 with what stands in them: by the target
+    alone, by our decoder and by transformers' generate(). Texts and acceptance lengths must be equal.
 
     Args:
         checkpoint: Training checkpoint (X.ckpt), or a folder of any of the formats, whoever wrote it. A checkpoint is a
@@ -46,13 +56,21 @@ def export(
             model card.
         evaluations: JSON files that `evaluate` wrote for this drafter; their figures go into the model card, each
             under its file's name.
+        verify: Decode before the export is called good. Default: if the target is known and fits the memory in float32.
+        prompts: JSONL file of prompts to verify with, or a data set; as in prepare. Default: three short ones.
+        max_new_tokens: Length limit of each text that is decoded to verify.
+        device: Where that is done; auto takes a GPU if there is one.
 
     Returns:
         The folders written.
 
     Raises:
-        ExportError: The checkpoint or its target can't be used, the drafter doesn't fit, or a folder isn't free.
+        ExportError: The checkpoint or its target can't be used, the drafter doesn't fit, a folder isn't free, or the
+            decoders disagree.
+        ConfigError: A setting is without effect, or out of range.
     """
+    if verify is False and prompts is not None:
+        raise ConfigError("--prompts are what is decoded to verify, and --verify is false; leave one of them out.")
     forms = parse_formats(format)
     output = Path(output)
     for form in forms:
@@ -62,6 +80,16 @@ def export(
         target = source.target_path
         check_fits_target(source, target)
     exported_dtype = getattr(torch, dtype) if dtype else torch.bfloat16 if source.form is None else source.dtype
+    provenance = _complete(source.provenance, cache, evaluations or [])
+    where = resolve_device(device)
+    reason = "--verify is false" if verify is False else why_not(target, where, source.config)
+    if reason and verify:
+        raise ExportError(f"The export can't be verified: {reason}. Leave --verify out to export without.")
+    check = None
+    if reason is None:
+        thinking = ((provenance and provenance.generation) or {}).get("thinking")
+        settings = VerificationSettings(target, where, prompts, max_new_tokens, thinking)
+        check = partial(verify_folders, settings=settings)
     verifier = source.verifier
     if target is not None and any(form.tables for form in forms):
         verifier = _verifier(target, exported_dtype)
@@ -70,10 +98,13 @@ def export(
         source.config,
         {form.name: output / form.name for form in forms},
         tokens=source.tokens if target is None else TokenIds.from_target(target_text_config(target)),
-        provenance=_complete(source.provenance, cache, evaluations or []),
+        provenance=provenance,
         dtype=exported_dtype,
         verifier=verifier,
+        verify=check,
     )
+    if reason:
+        say(f"not verified by decoding: {reason}")
     for folder in folders:
         name = str(exported_dtype).removeprefix("torch.")
         say(f"{folder}: {source.config.num_layers} layers, block {source.config.block_size}, {name}")

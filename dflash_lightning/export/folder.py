@@ -3,7 +3,7 @@
 import json
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch import Tensor
 from dflash_lightning.config import DrafterConfig
 from dflash_lightning.durable import sync_folder, sync_tree
 from dflash_lightning.errors import ExportError
-from dflash_lightning.export.card import CARD_FILE, METADATA_FILE, Provenance, metadata, model_card
+from dflash_lightning.export.card import CARD_FILE, METADATA_FILE, Provenance, Verification, metadata, model_card
 from dflash_lightning.export.format import Format, TokenIds, Verifier, rope_parameters
 from dflash_lightning.export.layout import check_tensors
 from dflash_lightning.export.loading import CONFIG_FILE, FORMATS, WEIGHTS_FILE, check_mask_token, read_drafter
@@ -85,11 +85,12 @@ def export_formats(
     provenance: Provenance | None,
     dtype: torch.dtype,
     verifier: Verifier | None,
+    verify: Callable[[dict[str, Path]], Verification] | None = None,
 ) -> list[Path]:
     """Write one drafter as folders, each of `config.json`, `model.safetensors`, `README.md`, `dflash_lightning.json`.
 
-    Each folder is written beside its place, read back, compared, and then renamed, so that an export that was
-    interrupted or went wrong never looks finished.
+    Each folder is written beside its place, read back and compared. Only when all are good they take their names, so
+    that an export that was interrupted or refused never looks finished.
 
     Args:
         weights: exactly the drafter's tensors, named as in `Drafter` (its ``state_dict()``).
@@ -98,6 +99,7 @@ def export_formats(
         provenance: what the model card tells of the drafter's making.
         dtype: data type of the exported weights.
         verifier: what formats that carry a part of the target take from it.
+        verify: called with the written folders, which don't have their names yet; may refuse them by an ExportError.
 
     Returns:
         The folders.
@@ -117,20 +119,25 @@ def export_formats(
         for form in folders
     }
     weights = {key: _exported(tensor, dtype) for key, tensor in weights.items()}
+    forms = {form: FORMATS[form] for form in folders}
     with ExitStack() as unfinished:
-        for form, folder in ((FORMATS[form], folder) for form, folder in folders.items()):
-            partial = unfinished.enter_context(_unfinished(folder))
+        partials = {form: unfinished.enter_context(_unfinished(folder)) for form, folder in folders.items()}
+        for form, partial in ((forms[form], partial) for form, partial in partials.items()):
             tensors = weights | _tables(form, verifier, dtype)
-            with _writing(folder):
+            with _writing(folders[form.name]):
                 _write_text(partial / CONFIG_FILE, _json(configs[form.name]))
                 save_file(
                     {form.renamed.get(key, key): tensor for key, tensor in tensors.items()},
                     partial / WEIGHTS_FILE,
                     metadata={"format": "pt"},
                 )
-                _write_text(partial / METADATA_FILE, _json(metadata(config, form, name, tokens, provenance)))
-                _write_text(partial / CARD_FILE, model_card(config, form, name, provenance))
             _check_written(partial, config, tensors)
+        verification = verify(partials) if verify else None
+        for form, partial in ((forms[form], partial) for form, partial in partials.items()):
+            with _writing(folders[form.name]):
+                told = metadata(config, form, name, tokens, provenance, verification)
+                _write_text(partial / METADATA_FILE, _json(told))
+                _write_text(partial / CARD_FILE, model_card(config, form, name, provenance, verification))
     return list(folders.values())
 
 

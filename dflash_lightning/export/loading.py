@@ -120,7 +120,7 @@ def check_fits_target(source: DrafterSource, target: str) -> None:
         ExportError: listing every field that differs.
     """
     text_config = target_text_config(target)
-    check_shape(source.config, text_config)
+    _check_shape(source.config, text_config)
     check_mask_token(source.config, TokenIds.from_target(text_config))
     if source.provenance is None:
         return
@@ -139,7 +139,7 @@ def check_fits_target(source: DrafterSource, target: str) -> None:
         )
 
 
-def check_shape(config: DrafterConfig, target: PreTrainedConfig) -> None:
+def _check_shape(config: DrafterConfig, target: PreTrainedConfig) -> None:
     """Refuse a drafter whose features, tables or depth aren't those of the target. Raises ExportError."""
     theirs = {
         "hidden_size": target.hidden_size,

@@ -5,33 +5,25 @@ import json
 import re
 import shutil
 import sys
-from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
-import torch
 import yaml
 
 from dflash_lightning.cli import function_parser, one_message, parsed_settings
-from dflash_lightning.decoding import plain_decode
 from dflash_lightning.durable import write_whole
 from dflash_lightning.errors import TargetError
 from dflash_lightning.evaluate import journal_folder
-from dflash_lightning.evaluation import evaluate_prompt, load_prompts, pooled_tau
-from dflash_lightning.evaluation_report import lossless_counts
-from dflash_lightning.export import load_drafter
 from dflash_lightning.prepared import dump_line
 from dflash_lightning.quickstart.prompts import FAMILIES, HELD_OUT_PER_FAMILY, TRAIN_PER_FAMILY, make_prompts
 from dflash_lightning.quickstart.runner import StageRunner
 from dflash_lightning.quickstart.summary import make_summary, print_summary
-from dflash_lightning.target import convert_gguf, load_target, load_tokenizer, stop_token_ids
-from dflash_lightning.transformers_check import check_with_transformers
+from dflash_lightning.target import convert_gguf
 
 DEFAULT_RUN = Path("runs/quickstart")
 VALIDATIONS = 4
-# float32 runs at half the speed, and one prompt of each family shows what there is to show.
-FLOAT32_PROMPTS = 6
+# The export verifies in float32, at half the speed, and one prompt of each family shows what there is to show.
+VERIFIED_PROMPTS = 6
 
 
 def find_gguf() -> Path:
@@ -45,32 +37,6 @@ def find_gguf() -> Path:
     return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def check_in_float32(run: Path, result: Path, max_new_tokens: int) -> None:
-    """Decode a few prompts in float32 with our decoder and with transformers' own, and write down how they compare."""
-    target_folder = str(run / "target")
-    tokenizer = load_tokenizer(target_folder)
-    target = load_target(target_folder, dtype=torch.float32)
-    drafter = load_drafter(run / "export" / "zlab", dtype=torch.float32)
-    prompts = load_prompts(run / "heldout.jsonl", tokenizer, limit=FLOAT32_PROMPTS)
-    limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop_ids": stop_token_ids(target, tokenizer)}
-    results = [
-        evaluate_prompt(target, drafter, prompt, plain_decode(target, prompt.token_ids, **limits), **limits)
-        for prompt in prompts
-    ]
-    check = check_with_transformers(
-        target,
-        run / "export" / "transformers",
-        [prompt.token_ids for prompt in prompts],
-        [result.token_ids for result in results],
-        **limits,
-    )
-    report = {
-        "float32": lossless_counts([[result] for result in results]),
-        "transformers_check": {**asdict(check), "tau_ours": pooled_tau(r.committed for r in results)},
-    }
-    write_whole(result, json.dumps(report, indent=2) + "\n")
-
-
 def best_checkpoint(run: Path) -> Path:
     """The checkpoint with the best decoded tau: its name says it, and a kill may have left an older one beside it."""
     named = ((path, re.fullmatch(r"step=(\d+)-tau=([\d.]+)\.ckpt", path.name)) for path in run.glob("checkpoints/*"))
@@ -78,7 +44,7 @@ def best_checkpoint(run: Path) -> Path:
 
 
 def write_prompts(run: Path, train_per_family: int) -> list[dict[str, str]]:
-    """Write the two prompts files of a run, the training prompts with the answers that the target gave before.
+    """Write the prompts files of a run, the training prompts with the answers that the target gave before.
 
     Returns:
         The held-out rows.
@@ -87,7 +53,7 @@ def write_prompts(run: Path, train_per_family: int) -> list[dict[str, str]]:
     rows = [json.loads(line) for line in answers.splitlines()]
     kept = [row for row in rows if int(row["id"].split("-")[1]) < train_per_family]
     _, held_out = make_prompts()
-    for name, chosen in (("train", kept), ("heldout", held_out)):
+    for name, chosen in (("train", kept), ("heldout", held_out), ("verified", held_out[:VERIFIED_PROMPTS])):
         write_whole(run / f"{name}.jsonl", "".join(dump_line(row) for row in chosen))
     return held_out
 
@@ -168,12 +134,11 @@ def quickstart(
         [
             *(cli, "export", "--checkpoint", str(best_checkpoint(run)), "--format", "zlab,transformers"),
             *("--output", str(run / "export"), "--cache", str(run / "cache")),
+            *("--verify", "true", "--prompts", str(run / "verified.jsonl"), *length),
             *("--evaluations", json.dumps([str(evaluation)])),
         ],
         before=lambda: shutil.rmtree(run / "export", ignore_errors=True),
     )
-    check = run / "float32_check.json"
-    stages.call("check", max_new_tokens, lambda: check_in_float32(run, check, max_new_tokens))
     stages.commands(
         "generate",
         [
@@ -181,13 +146,7 @@ def quickstart(
             *("--prompt", held_out_rows[0]["prompt"], *length),
         ],
     )
-    checked = json.loads(check.read_text())
-    summary = make_summary(
-        run,
-        seconds=stages.seconds,
-        float32=checked["float32"],
-        transformers_check=checked["transformers_check"],
-    )
+    summary = make_summary(run, stages.seconds)
     write_whole(run / "summary.json", json.dumps(summary, indent=2) + "\n")
     print_summary(run, summary)
 

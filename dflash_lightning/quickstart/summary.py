@@ -11,6 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from dflash_lightning.cache import describe
+from dflash_lightning.export.card import METADATA_FILE
 from dflash_lightning.run_log import read_run_log
 
 
@@ -31,14 +32,15 @@ def training_figures(logs: Path) -> dict[str, Any]:
     }
 
 
-def make_summary(
-    run: Path, *, seconds: dict[str, float], float32: dict[str, Any], transformers_check: dict[str, Any]
-) -> dict[str, Any]:
+def make_summary(run: Path, seconds: dict[str, float]) -> dict[str, Any]:
     """Collect the figures of a finished run folder."""
     validation = json.loads((run / "evaluation.json").read_text())
     first = json.loads((run / "logs" / "decoding.jsonl").read_text().splitlines()[0])
     validation["tau_before"] = first["tau"]
-    validation["lossless_float32"] = float32
+    verified = json.loads((run / "export" / "zlab" / METADATA_FILE).read_text())["verification"]
+    identical = verified["prompts"] - verified["ties"]
+    equal = {"prompts": verified["prompts"], "identical": identical}
+    validation["lossless_float32"] = {**equal, "ties": verified["ties"], "differing": 0}
     cache = describe(run / "cache")
     return {
         "target": str(run / "target"),
@@ -46,7 +48,7 @@ def make_summary(
         "cache": {key: cache[key] for key in ("tokens", "bytes", "bytes_per_token")},
         "train": training_figures(run / "logs"),
         "validation": validation,
-        "transformers_check": transformers_check,
+        "transformers_check": {**equal, "tau": verified["transformers_tau"], "tau_ours": verified["tau"]},
     }
 
 
