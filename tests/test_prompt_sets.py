@@ -128,6 +128,7 @@ def test_a_set_that_is_not_there_names_the_ways_to_get_it(tmp_path, monkeypatch)
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"PAR1")
     for source, reason in (
+        ("gsm9k", "gsm9k: no such file. Expected a JSONL file .*, or one of gsm8k, math500"),
         (f"mbpp={tmp_path / 'absent.json'}", "no such file"),
         (f"math500={other}", r"row 1: no problem; the keys are text\."),
         (f"mt-bench={broken}", "can't be read as parquet"),
