@@ -99,8 +99,9 @@ def world_of_all(place: Place) -> Iterator[distributed.ProcessGroup | None]:
         return
     address = "env://"
     if not TorchElasticEnvironment.detect():
-        slurm = SLURMEnvironment(auto_requeue=False)
-        address = f"tcp://{slurm.main_address}:{slurm.main_port}"
+        node = SLURMEnvironment.resolve_root_node_address(os.environ["SLURM_STEP_NODELIST"])
+        port = os.environ.get("MASTER_PORT", 15000 + int(os.environ["SLURM_JOB_ID"][-4:]))  # as Lightning chooses it
+        address = f"tcp://{node}:{port}"
     distributed.init_process_group(
         "gloo", init_method=address, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT
     )

@@ -50,7 +50,7 @@ def test_place(monkeypatch, environment, place):
 
 def meet(rank: int, folder: Path, port: int) -> None:
     """Two tasks of an srun meet; then rank 1 stays away until the other has given up."""
-    task = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODELIST": "127.0.0.1"}
+    task = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "127.0.0.1"}
     os.environ |= {**SRUN_TASK, **task, "MASTER_PORT": str(port)}
     with world_of_all(launched_place()) as group:
         met = gather_when_all_are_done({rank: "x" * rank}, group, timedelta(minutes=5), "meeting", "Do.")
