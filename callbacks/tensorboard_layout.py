@@ -1,28 +1,100 @@
 """The charts of TensorBoard's page "Custom Scalars": the few that tell how a run goes, the same in every run."""
 
-LAYOUT = {
-    "acceptance": {
-        "decoded tau with its 95 % interval": ["Margin", ["decode/tau", "decode/tau_low", "decode/tau_high"]],
-        "tau: decoded, and teacher-forced": [
-            "Multiline",
-            ["decode/tau$", "decode/teacher_forced_tau$", "val/teacher_forced_tau$"],
-        ],
-        "speed-up over plain decoding": ["Multiline", ["decode/speedup$"]],
-        "accuracy by slot, validation": ["Multiline", ["val/accuracy_slot_.*"]],
-    },
-    "training": {
-        "loss": ["Multiline", ["train/loss$", "val/loss$"]],
-        "learning rate": ["Multiline", ["train/learning_rate.*"]],
-        "gradient norm before clipping": ["Multiline", ["train/grad_norm$"]],
-    },
-    "speed": {
-        "label tokens a second": ["Multiline", ["perf/label_tokens_per_second$"]],
-        "shares: data wait, padding, decoding": [
-            "Multiline",
-            ["perf/data_wait_share$", "perf/padding_share$", "decode/time_share$"],
-        ],
-        "memory at most, GiB": ["Multiline", ["perf/device_memory_gib$", "perf/host_memory_gib$"]],
-    },
+from dataclasses import dataclass
+
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.plugins.custom_scalar.layout_pb2 import (
+    Category,
+    Chart,
+    Layout,
+    MarginChartContent,
+    MultilineChartContent,
+)
+from tensorboard.plugins.custom_scalar.metadata import CONFIG_SUMMARY_TAG, PLUGIN_NAME
+
+SLOT = "<k>"
+
+
+@dataclass(frozen=True)
+class ChartPlan:
+    """Curves in one chart.
+
+    Attributes:
+        names: of the scalars; `SLOT` stands for each slot.
+        interval: lower and upper bound of the first.
+        smoothed: drawn with a moving average in TensorBoard, which makes a curve of few points unrecognisable.
+    """
+
+    title: str
+    names: tuple[str, ...]
+    interval: tuple[str, str] | None = None
+    smoothed: bool = False
+
+
+CHARTS = {
+    "acceptance and loss": (
+        ChartPlan(
+            "tau: decoded with its 95 % interval, teacher-forced",
+            ("decode/tau", "decode/teacher_forced_tau"),
+            interval=("decode/tau_low", "decode/tau_high"),
+        ),
+        ChartPlan("speed-up over plain decoding", ("decode/speedup",)),
+        ChartPlan("accuracy by slot, validation", (f"val/accuracy_slot_{SLOT}",)),
+        ChartPlan("loss: training, validation", ("train/loss", "val/loss")),
+    ),
+    "speed and steps": (
+        ChartPlan("label tokens a second", ("perf/label_tokens_per_second",), smoothed=True),
+        ChartPlan(
+            "shares: data wait, padding, decoding",
+            ("perf/data_wait_share", "perf/padding_share", "decode/time_share"),
+            smoothed=True,
+        ),
+        ChartPlan("gradient norm before clipping", ("train/grad_norm",), smoothed=True),
+        ChartPlan("learning rate", ("train/learning_rate", "train/learning_rate_muon"), smoothed=True),
+        ChartPlan("memory at most, GiB", ("perf/device_memory_gib", "perf/host_memory_gib"), smoothed=True),
+    ),
 }
-"""Category -> title -> kind and tags, as `SummaryWriter.add_custom_scalars` takes it. A tag of a Multiline chart is a
-pattern that is matched from the start of a name."""
+"""Category -> its charts, those that matter most first: two rows on a wide screen."""
+
+
+def layout(block_size: int) -> Layout:
+    """`CHARTS` for TensorBoard."""
+    return Layout(
+        category=[
+            Category(
+                title=title,
+                # TensorBoard shows those that aren't smoothed in reverse order.
+                chart=[
+                    *(_chart(plan, block_size) for plan in plans if plan.smoothed),
+                    *(_chart(plan, block_size) for plan in reversed(plans) if not plan.smoothed),
+                ],
+            )
+            for title, plans in CHARTS.items()
+        ]
+    )
+
+
+def _chart(plan: ChartPlan, block_size: int) -> Chart:
+    names = [name.replace(SLOT, str(k)) for name in plan.names for k in range(1, block_size if SLOT in name else 2)]
+    if plan.smoothed:
+        # Patterns, matched from the start of a name.
+        return Chart(title=plan.title, multiline=MultilineChartContent(tag=[f"{name}$" for name in names]))
+    # The kind of chart that has margins is drawn as it is; a curve without an interval is its own.
+    bounds = {names[0]: plan.interval} if plan.interval else {}
+    series = [MarginChartContent.Series(value=name) for name in names]
+    for curve in series:
+        curve.lower, curve.upper = bounds.get(curve.value, (curve.value, curve.value))
+    return Chart(title=plan.title, margin=MarginChartContent(series=series))
+
+
+def layout_summary(block_size: int) -> Summary:
+    """The layout as TensorBoard reads it. Its own function for that wants TensorFlow, and torch's has no series."""
+    content = TensorProto(
+        dtype="DT_STRING",
+        string_val=[layout(block_size).SerializeToString()],
+        tensor_shape=TensorShapeProto(),
+    )
+    kind = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name=PLUGIN_NAME))
+    return Summary(value=[Summary.Value(tag=CONFIG_SUMMARY_TAG, tensor=content, metadata=kind)])

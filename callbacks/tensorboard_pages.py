@@ -20,7 +20,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from callbacks.acceptance import DecodingObserver
 from callbacks.decoding_samples import sample_page
-from callbacks.tensorboard_layout import LAYOUT
+from callbacks.tensorboard_layout import layout_summary
 from datamodules import FeatureCacheDataModule
 from dflash_lightning import __version__
 from dflash_lightning.evaluation import PromptResult
@@ -51,7 +51,7 @@ def logged_step(trainer: L.Trainer) -> int:
 class TensorBoardPages(DecodingObserver):
     """Writes, on rank 0 and for every TensorBoard logger, all that isn't a scalar.
 
-    - the layout of the page "Custom Scalars" (`LAYOUT`);
+    - the layout of the page "Custom Scalars" (`callbacks.tensorboard_layout`);
     - ``run/settings`` and ``run/versions`` as text, and settings beside the run's latest results as hyperparameters;
     - with each decoding: ``decode/committed_by_round`` (histogram), ``decode/acceptance_by_slot`` (picture) and
       ``decode/samples`` (text).
@@ -77,7 +77,7 @@ class TensorBoardPages(DecodingObserver):
             # Readers forget what an earlier start logged from this step on.
             restart = SessionLog(status=SessionLog.START)
             writer.file_writer.add_event(Event(step=self.first_step, session_log=restart))
-            writer.add_custom_scalars(LAYOUT)
+            writer.file_writer.add_summary(layout_summary(pl_module.drafter_config.block_size))
             writer.add_text("run/settings", f"```yaml\n{self.settings}\n```", self.first_step)
             writer.add_text("run/versions", versions(trainer), self.first_step)
             for summary in self._hparams[:2]:  # which settings and results there are, and this run's settings

@@ -5,6 +5,7 @@ import csv
 import io
 import math
 import re
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from tensorboard.plugin_util import markdown_to_safe_html
 
-from callbacks.tensorboard_layout import LAYOUT
+from callbacks.tensorboard_layout import CHARTS, SLOT, ChartPlan
 from dflash_lightning.durable import write_whole
 from dflash_lightning.progress import say
 from dflash_lightning.run_log import RunLog, read_run_log
@@ -70,7 +71,7 @@ def report_page(log: RunLog) -> str:
     parts = [
         *(f'<div class="warning">{markdown_to_safe_html(text)}</div>' for text in warnings),
         _table(_summary(log)),
-        *(f"<h2>{escape(title)}</h2>{_charts(log, charts)}" for title, charts in LAYOUT.items()),
+        *(f"<h2>{escape(title)}</h2>{_charts(log, charts)}" for title, charts in CHARTS.items()),
         *(
             f"<h2>latest decoding</h2>{_picture(png)}"
             for name, png in log.images.items()
@@ -125,17 +126,15 @@ def _picture(png: bytes) -> str:
     return f'<img alt="acceptance by slot" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
 
 
-def _charts(log: RunLog, charts: dict[str, list]) -> str:
+def _charts(log: RunLog, charts: Iterable[ChartPlan]) -> str:
     figures = []
-    for title, (kind, patterns) in charts.items():
-        if kind == "Margin":
-            middle, low, high = (log.scalars.get(name, []) for name in patterns)
-            curves, band = {patterns[0]: middle}, (low, high)
-        else:
-            names = [name for pattern in patterns for name in sorted(log.scalars) if re.match(pattern, name)]
-            curves, band = {name: log.scalars[name] for name in names}, None
+    for chart in charts:
+        patterns = [re.escape(name).replace(re.escape(SLOT), r"\d+") for name in chart.names]
+        names = [name for pattern in patterns for name in sorted(log.scalars) if re.fullmatch(pattern, name)]
+        curves = {name: log.scalars[name] for name in names}
+        band = tuple(log.scalars.get(name, []) for name in chart.interval) if chart.interval else None
         if any(curves.values()):
-            figures.append(f"<figure>{_chart(curves, band)}<figcaption>{escape(title)}</figcaption></figure>")
+            figures.append(f"<figure>{_chart(curves, band)}<figcaption>{escape(chart.title)}</figcaption></figure>")
     return f'<div class="charts">{"".join(figures)}</div>' if figures else "<p>Nothing was logged.</p>"
 
 

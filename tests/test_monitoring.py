@@ -7,24 +7,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fit_helpers import checkpoints, fit_config
+from monitoring_helpers import events_of, train_resumed, write_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
-from training_helpers import random_sample, write_cache
 
 from callbacks.decoding_samples import plain_markdown, sample_page
 from dflash_lightning.evaluation import Prompt, PromptResult
-from dflash_lightning.fit import fit
 from dflash_lightning.target import load_tokenizer
-
-PROMPTS = [{"id": f"p|{i}", "family": "ab"[i % 2], "prompt": f"say *{i * 7}* please"} for i in range(5)]
-
-
-def events_of(folder: Path) -> EventAccumulator:
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0, "histograms": 0, "images": 0})
-    return events.Reload()
 
 
 def texts_of(events: EventAccumulator, name: str) -> dict[int, str]:
@@ -33,34 +24,13 @@ def texts_of(events: EventAccumulator, name: str) -> dict[int, str]:
 
 
 @pytest.fixture(scope="module")
-def config(llama_folder, tmp_path_factory) -> dict:
-    """12 steps, a validation after each third; a checkpoint of every validation stays."""
-    folder = tmp_path_factory.mktemp("run")
-    samples = [random_sample(f"s{i}", 30 + i, 6, 64, seed=i) for i in range(24)]
-    write_cache(folder / "cache", samples, target=llama_folder, layer_ids=[1, 3], hidden_size=32)
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
-    decoding = {"prompts": str(prompts), "max_new_tokens": 12}
-    callbacks = [
-        {"class_path": "callbacks.DecodedAcceptance", "init_args": decoding},
-        {"class_path": "callbacks.Throughput"},
-        checkpoints(folder, "{step}", save_top_k=-1),
-    ]
-    config = fit_config(llama_folder, folder / "cache", folder, callbacks)
-    config["trainer"] |= {"strategy": "auto", "precision": "32-true"}
-    config["trainer"]["logger"]["init_args"]["default_hp_metric"] = False
-    return config
+def config(llama_folder, tmp_path_factory) -> Path:
+    return write_config(llama_folder, tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module")
 def logs(config) -> Path:
-    """The logs of a run that went on from its sixth step after it had done nine: the last three of them count twice."""
-    folder = Path(config["trainer"]["default_root_dir"])
-    file = folder / "fit.yaml"
-    file.write_text(yaml.safe_dump(config))
-    fit(["--config", str(file), "--trainer.max_steps", "9"])
-    fit(["--config", str(file), "--resume", str(folder / "checkpoints" / "step=6.ckpt")])
-    return folder / "logs"
+    return train_resumed(config)
 
 
 @pytest.mark.slow
@@ -98,17 +68,22 @@ def test_a_resume_takes_back_what_was_logged_after_its_checkpoint(logs):
 @pytest.mark.slow
 def test_the_layout_shows_names_that_are_logged(logs):
     events = events_of(logs)
-    names = events.Tags()["scalars"]
+    names = set(events.Tags()["scalars"])
     layout = layout_pb2.Layout.FromString(events.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0])
-    assert [category.title for category in layout.category] == ["acceptance", "training", "speed"]
-    for chart in (chart for category in layout.category for chart in category.chart):
-        patterns = list(chart.multiline.tag)
-        for series in chart.margin.series:
-            assert {series.value, series.lower, series.upper} <= set(names)
-            patterns += [series.value]
-        assert patterns
-        for pattern in patterns:
-            assert any(re.match(pattern, name) for name in names), f"{chart.title}: {pattern}"
+    charts = {chart.title: chart for category in layout.category for chart in category.chart}
+    for title, chart in charts.items():
+        series = [name for s in chart.margin.series for name in (s.value, s.lower, s.upper)]
+        assert set(series) <= names, title
+        patterns = [pattern for pattern in chart.multiline.tag if "muon" not in pattern]
+        assert all(any(re.match(pattern, name) for name in names) for pattern in patterns), title
+        assert series or patterns
+    (slots,) = (chart for title, chart in charts.items() if title.startswith("accuracy by slot"))
+    assert [series.value for series in slots.margin.series] == [f"val/accuracy_slot_{slot}" for slot in (1, 2, 3)]
+    (tau,) = (chart for title, chart in charts.items() if title.startswith("tau"))
+    assert [(s.value, s.lower, s.upper) for s in tau.margin.series] == [
+        ("decode/tau", "decode/tau_low", "decode/tau_high"),
+        ("decode/teacher_forced_tau",) * 3,
+    ]
 
 
 @pytest.mark.slow
@@ -132,7 +107,7 @@ def test_the_table_of_runs_has_settings_beside_results(logs):
 def test_settings_and_versions_are_there_as_text(logs, config):
     events = events_of(logs)
     written = yaml.safe_load(texts_of(events, "run/settings")[6].removeprefix("```yaml").removesuffix("```"))
-    assert written["model"]["target"] == config["model"]["target"]
+    assert written["model"]["target"] == yaml.safe_load(config.read_text())["model"]["target"]
     assert written["trainer"]["max_steps"] == 12
     assert "| torch | 2.13" in texts_of(events, "run/versions")[6]
 

@@ -62,8 +62,8 @@ def test_the_page_tells_what_was_logged_and_loads_nothing(logged, capsys):
     assert "early" not in text
     assert "no token was accepted" in text
     assert "model: {target: t}" in text
-    # tau with its interval, tau of both kinds, speed-up, accuracy by slot, loss
-    assert page.tags.count("svg") == 5
+    # tau, speed-up, accuracy by slot, loss
+    assert page.tags.count("svg") == 4
     assert page.tags.count("img") == 1
     assert "script" not in page.tags
     assert all(source.startswith(("data:", "#")) for source in page.sources)
