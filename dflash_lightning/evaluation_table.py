@@ -17,7 +17,9 @@ def print_report(report: dict[str, Any]) -> None:
     """The report on stdout: the figures, tau by family, and rounds and acceptance by length."""
     console = Console()
     console.print(_listed(_figures(report)))
-    console.print(_listed({f"tau, {family}": show_number(tau) for family, tau in report["by_family"].items()}))
+    if report["by_family"]:
+        console.print(_listed({f"tau, {family}": show_number(tau) for family, tau in report["by_family"].items()}))
+    console.print()
     console.print(_by_length(report))
 
 

@@ -169,7 +169,7 @@ def test_the_tables_fit_80_columns_and_the_picture_shows_the_report(capsys, text
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert not any("…" in line for line in lines)
-    assert len(lines) == 8 + 1 + 17  # no line is broken in two
+    assert len(lines) == 8 + 1 + 1 + 17  # no line is broken in two
     assert f"16  {report['histogram']['16']:>6}" in lines[-1]
     slots, rounds = draw_report(report, "title").axes
     assert [bar.get_height() for bar in rounds.patches][:16] == list(report["histogram"].values())
