@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from dflash_lightning.distributed import launched_place
+
 SECONDS_BETWEEN_LINES = 20.0
 
 
@@ -21,16 +23,26 @@ class Tracker:
 
     Args:
         total: Steps that the stage will have taken.
-        start: Steps that an earlier run of it took.
-        unit: What `advance`'s `done` counts, for the rate ("tokens", "rows").
         description: The stage, as it is shown.
-        bar: The live bar, or None to print lines.
+        unit: What `advance`'s `done` counts, for the rate ("tokens", "rows").
+        start: Steps that an earlier run of it took.
+        bar: The live bar; None prints lines.
+        silent: Show nothing.
     """
 
-    def __init__(self, total: int, description: str, unit: str, bar: Progress | None, start: int = 0):
+    def __init__(
+        self,
+        total: int,
+        description: str,
+        unit: str,
+        *,
+        start: int = 0,
+        bar: Progress | None = None,
+        silent: bool = False,
+    ):
         self.total, self.description, self.unit, self._bar = total, description, unit, bar
         self.steps, self.done = start, 0
-        self._first_step = start
+        self._first_step, self._silent = start, silent
         self._start = self._last_line = time.monotonic()
         self._task = bar.add_task(description, total=total, completed=start, rate="") if bar else None
 
@@ -46,6 +58,7 @@ class Tracker:
         rate = f"{self.rate:,.{0 if self.rate >= 10 else 1}f} {self.unit}/s"
         if self._bar:
             self._bar.update(self._task, completed=self.steps, rate=f"{rate}{note}")
+        if self._bar or self._silent:
             return
         now = time.monotonic()
         if now - self._last_line >= SECONDS_BETWEEN_LINES or self.steps >= self.total:
@@ -59,11 +72,14 @@ class Tracker:
 def track(total: int, description: str, unit: str = "rows", start: int = 0) -> Iterator[Tracker]:
     """Show the progress of a stage while the block runs; it reports through `Tracker.advance`.
 
-    Standard output stays free for results.
+    Standard output stays free for results. Of several processes the first shows its own part, and no other anything.
     """
     console = Console(stderr=True)
+    if launched_place().rank > 0:
+        yield Tracker(total, description, unit, start=start, silent=True)
+        return
     if not console.is_terminal:
-        yield Tracker(total, description, unit, None, start)
+        yield Tracker(total, description, unit, start=start)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -74,4 +90,4 @@ def track(total: int, description: str, unit: str = "rows", start: int = 0) -> I
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as bar:
-        yield Tracker(total, description, unit, bar, start)
+        yield Tracker(total, description, unit, start=start, bar=bar)

@@ -199,6 +199,19 @@ def test_settings_out_of_range_are_refused(llama_folder, prompts_file, tmp_path)
         prepare(str(llama_folder), tmp_path / "absent.jsonl", tmp_path / "data", **SETTINGS)
 
 
+def test_of_several_processes_the_first_alone_shows_progress(capsys, monkeypatch):
+    places = {"GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    for name, value in places.items():
+        monkeypatch.setenv(name, value)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with track(1, f"rank {rank}") as progress:
+            progress.advance()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("rank 0: 1/1, ")
+    assert progress.done == 1
+
+
 def test_progress_without_a_terminal_is_plain_lines_on_stderr(capsys):
     with track(3, "Answers", "tokens") as progress:
         progress.advance(1, 10)
