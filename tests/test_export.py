@@ -105,6 +105,12 @@ def test_a_folder_holds_exactly_the_files_keys_and_tensors_of_its_format(drafter
 def test_a_drafter_comes_back_bit_for_bit(drafter, tmp_path, form, dtype, rope):
     drafter.config = config = replace(drafter.config, rope_parameters=SCALED_ROPE[rope])
     folder = write(drafter, tmp_path / "out", form, dtype=dtype)
+    values = json.loads((folder / "config.json").read_text())
+    assert set(values) == KEYS[form] | ({"rope_scaling"} if (form, rope != "default") == ("zlab", True) else set())
+    layers = values["transformer_layer_config"] if form == "speculators" else values
+    assert layers["rope_parameters"] == config.rope_parameters
+    if rope != "default" and form != "transformers":  # for engines on transformers 4
+        assert {"rope_theta": layers["rope_theta"], **layers["rope_scaling"]} == config.rope_parameters
     loaded = load_drafter(folder, dtype=dtype)
     assert loaded.config == config
     assert not loaded.training

@@ -62,8 +62,6 @@ class Exported:
     def decode(self, folder) -> list[tuple[list[int], list[int]]]:
         drafter, limits = load_drafter(folder, dtype=torch.float32), {"max_new_tokens": LIMIT, "stop_ids": (2,)}
         runs = [speculative_decode(self.target, drafter, prompt, **limits) for prompt in self.prompts]
-        for prompt, run in zip(self.prompts, runs, strict=True):
-            assert run.token_ids == plain_decode(self.target, prompt, **limits).token_ids
         return [(run.token_ids, run.committed) for run in runs]
 
 
@@ -99,8 +97,8 @@ def test_texts_and_committed_lengths_are_the_same_everywhere(exported, monkeypat
     folder, given = exported.folder, (exported.target, exported.prompts, LIMIT)
     ours = exported.decode(folder / "zlab")
     assert {1, exported.case.block_size} <= {n for _, committed in ours for n in committed}
-    for form in FORMATS:
-        assert exported.decode(folder / form) == ours
+    for prompt, (text, _) in zip(exported.prompts, ours, strict=True):
+        assert text == plain_decode(exported.target, prompt, max_new_tokens=LIMIT, stop_ids=(2,)).token_ids
     assert other_decoders.decode_with_transformers(folder / "transformers", *given) == ours
     assert other_decoders.decode_with_speculator(folder / "speculators", *given) == ours
     module = other_decoders.official(monkeypatch)

@@ -72,6 +72,23 @@ def test_dtype_and_token_ids_are_kept_through_every_format(tmp_path, dtype):
     assert contents(again) == contents(first)
 
 
+def test_somebody_elses_card_is_kept(exported, tmp_path):
+    folders, target = exported
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    for name, content in contents(folders["zlab"]).items():
+        if name != "dflash_lightning.json":
+            (foreign / name).write_bytes(content)
+    (foreign / "README.md").write_bytes(b"license: MIT\xff")
+    folder = foreign
+    for number, form in enumerate(["transformers", "speculators", "zlab"]):
+        [folder] = export(folder, tmp_path / str(number), format=form, target=target, verify=False)
+        assert (folder / "README.original.md").read_bytes() == b"license: MIT\xff"
+        assert "its own card, with what it says of the licence" in (folder / "README.md").read_text()
+    assert (folder / "model.safetensors").read_bytes() == contents(foreign)["model.safetensors"]
+    assert not (folders["zlab"] / "README.original.md").exists()
+
+
 def test_another_dtype_is_asked_for(exported, tmp_path):
     folders, _ = exported
     [wide] = export(folders["zlab"], tmp_path, format="zlab", dtype="float32")

@@ -12,6 +12,12 @@ from dflash_lightning.config import DrafterConfig
 from dflash_lightning.export.format import Format, TokenIds
 
 METADATA_FILE, CARD_FILE = "dflash_lightning.json", "README.md"
+# The card of somebody else's folder that ours was converted from: its licence, its results.
+ORIGINAL_CARD_FILE = "README.original.md"
+ORIGINAL_CARD = f"""
+Converted from somebody else's folder; its own card, with what it says of the licence, is
+[{ORIGINAL_CARD_FILE}]({ORIGINAL_CARD_FILE}).
+"""
 UNKNOWN = "not known"
 
 
@@ -110,8 +116,9 @@ def model_card(
     dtype: str,
     provenance: Provenance | None,
     verification: Verification | None,
+    converted: bool,
 ) -> str:
-    """Content of `README.md`."""
+    """Content of `README.md`; ``converted`` from a folder whose own card lies beside it."""
     target = provenance.target.name if provenance else "TARGET"
     # Only a target from the hub has a name that others can resolve.
     base = f"base_model: {target}\n" if provenance and provenance.target.revision else ""
@@ -141,7 +148,7 @@ target's own. It uses the target's embedding table and LM head and is of no use 
 {_verified(verification)}
 ## Made from
 
-{_made_from(config, form, dtype, provenance)}"""
+{_made_from(config, form, dtype, provenance)}{ORIGINAL_CARD if converted else ""}"""
 
 
 def _measured(provenance: Provenance | None) -> str:

@@ -101,6 +101,7 @@ def export(
         provenance=provenance,
         dtype=exported_dtype,
         verifier=verifier,
+        original_card=source.original_card,
         verify=check,
     )
     if reason:

@@ -16,7 +16,15 @@ from torch import Tensor
 from dflash_lightning.config import DrafterConfig
 from dflash_lightning.durable import sync_folder, sync_tree
 from dflash_lightning.errors import ExportError
-from dflash_lightning.export.card import CARD_FILE, METADATA_FILE, Provenance, Verification, metadata, model_card
+from dflash_lightning.export.card import (
+    CARD_FILE,
+    METADATA_FILE,
+    ORIGINAL_CARD_FILE,
+    Provenance,
+    Verification,
+    metadata,
+    model_card,
+)
 from dflash_lightning.export.format import Format, TokenIds, Verifier, rope_parameters
 from dflash_lightning.export.layout import check_tensors
 from dflash_lightning.export.loading import CONFIG_FILE, FORMATS, WEIGHTS_FILE, check_mask_token, read_drafter
@@ -85,6 +93,7 @@ def export_formats(
     provenance: Provenance | None,
     dtype: torch.dtype,
     verifier: Verifier | None,
+    original_card: bytes | None = None,
     verify: Callable[[dict[str, Path]], Verification] | None = None,
 ) -> list[Path]:
     """Write one drafter as folders, each of `config.json`, `model.safetensors`, `README.md`, `dflash_lightning.json`.
@@ -99,6 +108,7 @@ def export_formats(
         provenance: what the model card tells of the drafter's making.
         dtype: data type of the exported weights.
         verifier: what formats that carry a part of the target take from it.
+        original_card: the model card of the folder that it is converted from, if somebody else wrote that.
         verify: called with the written folders, which don't have their names yet; may refuse them by an ExportError.
 
     Returns:
@@ -137,7 +147,10 @@ def export_formats(
             with _writing(folders[form.name]):
                 told = metadata(config, form, name, tokens, provenance, verification)
                 _write_text(partial / METADATA_FILE, _json(told))
-                _write_text(partial / CARD_FILE, model_card(config, form, name, provenance, verification))
+                card = model_card(config, form, name, provenance, verification, converted=original_card is not None)
+                _write_text(partial / CARD_FILE, card)
+                if original_card is not None:
+                    (partial / ORIGINAL_CARD_FILE).write_bytes(original_card)
     return list(folders.values())
 
 

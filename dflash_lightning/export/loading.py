@@ -16,7 +16,7 @@ from dflash_lightning.checkpoints import is_training_checkpoint, read_training_c
 from dflash_lightning.config import DrafterConfig
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import ExportError
-from dflash_lightning.export.card import METADATA_FILE, Provenance
+from dflash_lightning.export.card import CARD_FILE, METADATA_FILE, ORIGINAL_CARD_FILE, Provenance
 from dflash_lightning.export.format import Format, TokenIds, Verifier
 from dflash_lightning.export.layout import check_tables, check_tensors
 from dflash_lightning.export.muse_assistant import TRANSFORMERS
@@ -39,6 +39,7 @@ class DrafterSource:
         target_path: how its training run called the target; None for an exported folder.
         form: the exported folder's format; None for a training checkpoint.
         verifier: what the folder carries of the target; None if it carries nothing.
+        original_card: content of somebody else's model card; None for our own.
     """
 
     config: DrafterConfig
@@ -48,6 +49,7 @@ class DrafterSource:
     target_path: str | None
     form: Format | None
     verifier: Verifier | None = None
+    original_card: bytes | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -208,7 +210,15 @@ def _read_folder(path: Path, target: str | None) -> DrafterSource:
         target_path=None,
         form=form,
         verifier=verifier,
+        original_card=_original_card(path),
     )
+
+
+def _original_card(path: Path) -> bytes | None:
+    kept, own = path / ORIGINAL_CARD_FILE, path / CARD_FILE
+    if kept.is_file():
+        return kept.read_bytes()
+    return own.read_bytes() if own.is_file() and not (path / METADATA_FILE).is_file() else None
 
 
 def read_json(path: Path) -> dict[str, Any]:
