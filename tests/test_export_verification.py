@@ -9,8 +9,11 @@ import pytest
 import torch
 from export_helpers import memorise, save_checkpoint
 from helpers import load_tiny, make_drafter
+from lightning.pytorch.callbacks import ModelCheckpoint
 from prepare_helpers import write_rows
+from safetensors.torch import save_file
 
+from callbacks import ExportDrafter
 from dflash_lightning.cli import run
 from dflash_lightning.decoding import speculative_decode
 from dflash_lightning.drafter import Drafter
@@ -67,8 +70,11 @@ def test_what_was_decoded_stands_in_every_folder(known, tmp_path, capsys, format
     runs = known.decode(folders[0])
     tau = pooled_tau(run.committed for run in runs)
     assert 1.5 < tau < 4
+    difference = told(folders[0])["largest_difference"]
+    assert 0 < difference < 1e-5
     for folder in folders:
         assert told(folder) == {
+            "largest_difference": difference,
             "prompt_set": "built-in",
             "prompts": 3,
             "ties": 0,
@@ -78,7 +84,8 @@ def test_what_was_decoded_stands_in_every_folder(known, tmp_path, capsys, format
         }
         sentence = (
             "in float32, our decoder and transformers' generate() gave the target's plain greedy text for 3 of 3 "
-            f"prompts (built-in, at most 32 tokens each), tau {tau:.3f} in both"
+            f"prompts (built-in, at most 32 tokens each), tau {tau:.3f} in both, and the drafter's hidden states "
+            f"differ by {difference:.0e} at most"
         )
         assert sentence in (folder / "README.md").read_text()
     assert f"verified: {sentence}\n" in capsys.readouterr().out
@@ -105,6 +112,41 @@ def test_a_drafter_that_is_read_differently_is_refused(known, tmp_path, monkeypa
     monkeypatch.undo()
     [folder] = export(known.checkpoint, tmp_path / "zlab", "zlab", verify=False)
     assert f"tau is {pooled_tau(r.committed for r in known.decode(folder)):.3f} by our decoder and " in message
+
+
+def test_a_drafter_that_is_read_differently_is_refused_even_where_tau_is_the_same(known, tmp_path, monkeypatch):
+    load = verification.load_assistant
+
+    def scaled(*given):
+        """Its hidden states are 1 % too large, and its proposals the same."""
+        assistant = load(*given)
+        assistant.norm.weight.data.mul_(1.01)
+        return assistant
+
+    monkeypatch.setattr(verification, "load_assistant", scaled)
+    with pytest.raises(ExportError, match=r"at new token 2 \(round 1\) the drafter's hidden states .* differ by 1\.0%"):
+        export(known.checkpoint, tmp_path, "zlab")
+    assert left(tmp_path) == []
+
+
+def test_what_does_not_come_back_from_the_disk_is_refused(known, tmp_path, monkeypatch):
+    def flip(tensors, file, **options):
+        name = "layers.1.mlp.up_proj.weight"
+        save_file({**tensors, name: -tensors[name]}, file, **options)
+
+    monkeypatch.setattr("dflash_lightning.export.folder.save_file", flip)
+    with pytest.raises(ExportError, match=r"doesn't hold what was written .*: layers\.1\.mlp\.up_proj\.weight differ"):
+        export(known.checkpoint, tmp_path, verify=False)
+    assert left(tmp_path) == []
+
+
+def test_the_end_of_a_training_decodes_nothing(known, tmp_path):
+    saver = ModelCheckpoint(monitor="decode/tau")
+    saver.best_model_path = str(known.checkpoint)
+    trainer = SimpleNamespace(checkpoint_callbacks=[saver], is_global_zero=True, ckpt_path=None)
+    ExportDrafter(str(tmp_path)).on_fit_end(trainer, None)
+    assert sorted(left(tmp_path)) == ["transformers", "zlab"]
+    assert told(tmp_path / "zlab") is None
 
 
 @pytest.mark.parametrize("decoder", ["our decoder", "transformers"])

@@ -63,6 +63,7 @@ class Verification:
         max_new_tokens: length limit of each text.
         tau: by our decoder.
         transformers_tau: by transformers; None for a drafter that it can't express.
+        largest_difference: of the drafter's hidden states of a block between the two, relative to their norm.
     """
 
     prompt_set: str
@@ -71,10 +72,13 @@ class Verification:
     max_new_tokens: int
     tau: float
     transformers_tau: float | None
+    largest_difference: float | None
 
     def summary(self) -> str:
         """One sentence, without a full stop."""
         decoders, both = "our decoder and transformers' generate()", " in both"
+        if self.largest_difference is not None:
+            both += f", and the drafter's hidden states differ by {self.largest_difference:.0e} at most"
         if self.transformers_tau is None:
             decoders, both = "our decoder (transformers has no drafter that rotates a part of each head)", ""
         tied = f"; {self.ties} part from it at a tie of two logits" if self.ties else ""

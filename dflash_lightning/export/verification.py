@@ -1,7 +1,8 @@
 """The proof that an exported drafter decodes: in float32 the target alone, our decoder and transformers' own agree.
 
 "Train accuracy 98 %, served acceptance 10 %" comes from a folder that says something else than what was trained: rotary
-settings, layer offsets, a mask token. Such a folder decodes correctly, only slowly, so it shows in tau alone.
+settings, layer offsets, a mask token. Such a folder decodes correctly, only slowly, so it shows in tau alone, and where
+tau is near 1 not even there. Hence the drafter's hidden states are compared as well.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,9 @@ from typing import Any
 import psutil
 import torch
 import transformers
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import ModelOutput
 
 from dflash_lightning.config import DrafterConfig
 from dflash_lightning.decoding import plain_decode, speculative_decode
@@ -35,6 +38,8 @@ from dflash_lightning.target.loading import config_of
 from dflash_lightning.transformers_check import generate_with_transformers, load_assistant
 
 BUILT_IN = "built-in"
+# Float32 leaves some 1e-6 of difference between two implementations; a wrong rotation or layer 1e-1.
+LARGEST_DIFFERENCE = 1e-3
 # Answers are regular, so that some blocks are accepted early in a training already.
 PROMPTS = (
     "Count from 1 to 20, separated by commas.",
@@ -73,6 +78,8 @@ class _Decoded:
     committed: list[int]
     theirs: list[int] | None
     their_committed: list[int] | None
+    differences: list[float]
+    """Of the drafter's hidden states of each block, ours and transformers', relative to their norm."""
 
     @property
     def differing(self) -> dict[str, list[int]]:
@@ -174,9 +181,30 @@ def _decode(
     limits: dict[str, Any],
 ) -> _Decoded:
     plain = plain_decode(target, prompt_ids, **limits)
-    ours = speculative_decode(target, drafter, prompt_ids, **limits)
-    theirs = (None, None) if assistant is None else generate_with_transformers(target, assistant, prompt_ids, **limits)
-    return _Decoded(name, prompt_ids, plain.token_ids, ours.token_ids, ours.committed, *theirs)
+    with _recorded(drafter) as our_blocks:
+        ours = speculative_decode(target, drafter, prompt_ids, **limits)
+    theirs, differences = (None, None), []
+    if assistant is not None:
+        with _recorded(assistant) as blocks:
+            theirs = generate_with_transformers(target, assistant, prompt_ids, **limits)
+        # Where a single token is left to the length limit, transformers doesn't draft.
+        differences = [float((a - b).norm() / b.norm()) for a, b in zip(our_blocks, blocks, strict=False)]
+    return _Decoded(name, prompt_ids, plain.token_ids, ours.token_ids, ours.committed, *theirs, differences)
+
+
+@contextmanager
+def _recorded(drafter: torch.nn.Module) -> Iterator[list[Tensor]]:
+    """The hidden states [1, B, H] of every block that is drafted meanwhile."""
+    blocks: list[Tensor] = []
+    hook = drafter.register_forward_hook(lambda _module, _inputs, output: blocks.append(_hidden(output)))
+    try:
+        yield blocks
+    finally:
+        hook.remove()
+
+
+def _hidden(output: Tensor | ModelOutput) -> Tensor:
+    return output if isinstance(output, Tensor) else output.last_hidden_state
 
 
 def _compare(
@@ -193,13 +221,23 @@ def _compare(
     for one in agreeing:
         if one.their_committed not in (None, one.committed):
             raise _refused(_rounds_differ(one), taus, len(decoded))
+        if max(one.differences, default=0.0) > LARGEST_DIFFERENCE:
+            raise _refused(_blocks_differ(one), taus, len(decoded))
     ours, theirs = _taus(agreeing)
     if ours is None:
         raise ExportError(
             f"The export is refused: {len(decoded)} prompts were decoded to verify it, and none gave a verify round to "
             "compare. Give other prompts by --prompts, or export with --verify false."
         )
-    return Verification(prompt_set, len(decoded), len(decoded) - len(agreeing), max_new_tokens, ours, theirs)
+    return Verification(
+        prompt_set,
+        prompts=len(decoded),
+        ties=len(decoded) - len(agreeing),
+        max_new_tokens=max_new_tokens,
+        tau=ours,
+        transformers_tau=theirs,
+        largest_difference=max((d for one in agreeing for d in one.differences), default=None),
+    )
 
 
 def _taus(decoded: Sequence[_Decoded]) -> tuple[float | None, float | None]:
@@ -229,8 +267,23 @@ def _rounds_differ(one: _Decoded) -> str:
     token = 2 + sum(one.committed[:number])
     return (
         f"{one.name}: from new token {token} (round {number + 1}) our decoder commits {ours} tokens and transformers "
-        f"{theirs}, of the same text. They read the drafter differently: check rope_parameters, target_layer_ids, "
-        f"mask_token_id and block_size in its config.json, and transformers ({transformers.__version__})"
+        f"{theirs}, of the same text. {_read_differently()}"
+    )
+
+
+def _blocks_differ(one: _Decoded) -> str:
+    number, difference = next((i, d) for i, d in enumerate(one.differences) if d > LARGEST_DIFFERENCE)
+    token = 2 + sum(one.committed[:number])
+    return (
+        f"{one.name}: at new token {token} (round {number + 1}) the drafter's hidden states of the block differ by "
+        f"{difference:.1%} between our decoder and transformers. {_read_differently()}"
+    )
+
+
+def _read_differently() -> str:
+    return (
+        "They read the drafter differently: check rope_parameters, target_layer_ids, mask_token_id, rms_norm_eps and "
+        f"block_size in its config.json, and transformers ({transformers.__version__})"
     )
 
 
