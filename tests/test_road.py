@@ -162,6 +162,7 @@ def test_two_ranks_decode_their_share_of_the_prompts(road, llama_folder, tmp_pat
     assert [report["step"] for report in reports] == [0, 2, 4]
     lossless = {"prompts": 4, "identical": 4, "ties": 0, "differing": 0}
     assert all(report["lossless"] == lossless for report in reports)
+    assert len(list((tmp_path / "logs").glob("events.*"))) == 1, "only rank 0 writes"
 
 
 @pytest.mark.slow
