@@ -15,7 +15,7 @@ PUNCTUATION = re.compile(r"[!-/:-@\[-`{-~]")
 def sample_page(results: Sequence[PromptResult], tokenizer: PreTrainedTokenizerBase, step: int) -> str:
     """Markdown: texts of a few prompts as the rounds committed them, and plain greedy decoding beside."""
     parts = [
-        f"**Step {step}.** {ROUND} ends a verify round. **Bold** was drafted and accepted; what is left of a round is "
+        f"**Step {step}.** A verify round begins at {ROUND}. **Bold** was drafted and accepted; the rest of a round is "
         "the target's own token (the bonus). *Slanted* is the plain text from where the two part."
     ]
     for result in results:
