@@ -35,7 +35,8 @@ def _marked(result: PromptResult, tokenizer: PreTrainedTokenizerBase) -> str:
     """The text round by round. The last token of a round counts as the target's, also where the text was cut there."""
 
     def shown(start: int, end: int) -> str:
-        return plain_markdown(tokenizer.decode(result.token_ids[start:end]))
+        text = plain_markdown(tokenizer.decode(result.token_ids[start:end]))
+        return text.replace("<br>", "↵<br>")  # else an accepted end of a line couldn't be seen
 
     text = shown(0, 1)  # from the prefill
     for start, end in pairwise(accumulate(result.committed, initial=1)):

@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,9 @@ function find(root, selector) {
   return found;
 }
 """
+
+
+CARDS = "find(document, 'tf-custom-scalar-margin-chart-card, tf-custom-scalar-multi-line-chart-card')"
 
 
 def missing() -> str | None:
@@ -53,8 +57,8 @@ def tensorboard(logs: Path) -> Iterator[str]:
 
 
 @contextmanager
-def browser(profile: Path, width: int, height: int) -> Iterator["Browser"]:
-    """A browser with a new profile, its window of this size."""
+def browser(profile: Path, width: int = 1920, height: int = 1080) -> Iterator["Browser"]:
+    """A browser with a new profile, its window of this size: by default that of a full HD screen."""
     options = ChromeOptions()
     options.binary_location = shutil.which("chromium")
     for flag in (*FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"):
@@ -83,6 +87,13 @@ class Browser:
     def wait_for(self, expression: str):
         """The value of an expression as soon as it is true."""
         return WebDriverWait(self.driver, PATIENCE).until(lambda _: self.ask(expression), expression)
+
+    def wait_until_still(self) -> None:
+        """Until two pictures, a second apart, are the same: curves grow into place."""
+        seen = [self.driver.get_screenshot_as_png()]
+        while len(seen) < 2 or seen[-1] != seen[-2]:
+            time.sleep(1)
+            seen.append(self.driver.get_screenshot_as_png())
 
     def save(self, path: Path) -> None:
         self.driver.save_screenshot(str(path))

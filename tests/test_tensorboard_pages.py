@@ -3,21 +3,19 @@
 from collections.abc import Iterator
 
 import pytest
-from browser import Browser, browser, missing, tensorboard
+from browser import CARDS, Browser, browser, missing, tensorboard
 from monitoring_helpers import train_resumed, write_config
 
 from callbacks.tensorboard_layout import layout
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
-CARDS = "find(document, 'tf-custom-scalar-margin-chart-card, tf-custom-scalar-multi-line-chart-card')"
 
 
 @pytest.fixture(scope="module")
 def page(llama_folder, tmp_path_factory) -> Iterator[tuple[Browser, str]]:
     """A browser, and the address of the TensorBoard of a run that was resumed."""
     logs = train_resumed(write_config(llama_folder, tmp_path_factory.mktemp("run")))
-    # The window of a full HD screen.
-    with tensorboard(logs) as address, browser(tmp_path_factory.mktemp("profile"), 1920, 1080) as opened:
+    with tensorboard(logs) as address, browser(tmp_path_factory.mktemp("profile")) as opened:
         yield opened, address
 
 
