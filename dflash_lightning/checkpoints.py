@@ -42,6 +42,7 @@ class TrainingCheckpoint:
         target: identity of the target it was trained for.
         target_path: how the training run called that target (folder, hub name or `.gguf` file).
         step: optimizer steps taken.
+        start_from: the drafter whose weights training began with, as the run called it; None: random weights.
         code_version: version of `dflash_lightning` that trained it.
     """
 
@@ -51,6 +52,7 @@ class TrainingCheckpoint:
     target: TargetIdentity
     target_path: str
     step: int
+    start_from: str | None
     code_version: str
 
 
@@ -122,6 +124,7 @@ def _assemble(path: Path, state: dict[str, Any], weights: dict[str, Tensor]) -> 
         target=TargetIdentity(**ours["target"]),
         target_path=ours["target_path"],
         step=state["global_step"],
+        start_from=ours.get("start_from"),
         code_version=ours["code_version"],
     )
 

@@ -237,6 +237,7 @@ class DFlashModule(L.LightningModule):
             "target": vars(self.target_identity),
             "target_path": self.target_name,
             "muon": self.optimizer_settings.muon is not None,
+            "start_from": self.start_from and str(self.start_from),
             "code_version": __version__,
         }
 

@@ -12,10 +12,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from test_module import make_job
 from training_helpers import DealtData, make_trainer, random_sample, write_cache
 
-from dflash_lightning.checkpoints import read_training_checkpoint
+from dflash_lightning.checkpoints import TrainingCheckpoint, read_training_checkpoint
 from dflash_lightning.config import DrafterSettings
 from dflash_lightning.errors import CacheError, ConfigError, ExportError
-from dflash_lightning.export import FORMATS, export_drafter
+from dflash_lightning.export import FORMATS, export, export_drafter
 from dflash_lightning.fit import fit
 from dflash_lightning.module import DFlashModule, OptimizerSettings
 from dflash_lightning.target import load_tokenizer
@@ -41,15 +41,15 @@ def released(initial, tmp_path_factory):
     return folder
 
 
-def trained(target, start_from, folder, strategy, precision="32-true") -> dict[str, torch.Tensor]:
-    """The weights after a step that changes none."""
+def trained(target, start_from, folder, strategy, precision="32-true") -> TrainingCheckpoint:
+    """The checkpoint after a step that changes no weight."""
     module = DFlashModule(str(target), optimizer=STANDSTILL, start_from=start_from)
     saving = ModelCheckpoint(folder, filename="last", every_n_train_steps=1)
     trainer = make_trainer(
         strategy, max_steps=1, precision=precision, callbacks=[saving], enable_checkpointing=True, devices=1
     )
     trainer.fit(module, datamodule=DealtData(make_job(target).steps))
-    return read_training_checkpoint(folder / "last.ckpt").state_dict
+    return read_training_checkpoint(folder / "last.ckpt")
 
 
 def assert_same(found, expected):
@@ -68,7 +68,7 @@ def test_training_begins_with_the_weights_of_a_folder_of_any_format(llama_folder
         tokens=TOKENS,
         verifier=random_verifier(initial.config),
     )
-    assert_same(trained(llama_folder, folder, tmp_path, "plain"), initial.state_dict())
+    assert_same(trained(llama_folder, folder, tmp_path, "plain").state_dict, initial.state_dict())
 
 
 @pytest.mark.usefixtures("process_group")
@@ -76,13 +76,19 @@ def test_training_begins_with_the_weights_of_a_folder_of_any_format(llama_folder
     ("strategy", "precision"), [("zero0", "bf16-mixed"), ("zero2", "bf16-mixed"), ("zero3", "32-true")]
 )
 def test_sharded_training_begins_with_them_too(llama_folder, released, initial, tmp_path, strategy, precision):
-    assert_same(trained(llama_folder, released, tmp_path, strategy, precision), initial.state_dict())
+    assert_same(trained(llama_folder, released, tmp_path, strategy, precision).state_dict, initial.state_dict())
 
 
 def test_a_training_checkpoint_is_taken_with_its_float32_weights(llama_folder, tmp_path):
     drafter = make_drafter(load_tiny(llama_folder), seed=6)
     save_checkpoint(tmp_path / "a.ckpt", drafter, llama_folder)
-    assert_same(trained(llama_folder, tmp_path / "a.ckpt", tmp_path, "plain"), drafter.state_dict())
+    assert_same(trained(llama_folder, tmp_path / "a.ckpt", tmp_path, "plain").state_dict, drafter.state_dict())
+
+
+def test_the_card_says_what_training_began_with(llama_folder, released, tmp_path):
+    trained(llama_folder, released, tmp_path, "plain")
+    export(tmp_path / "last.ckpt", tmp_path / "out", "zlab", verify=False)
+    assert "| training began with | zlab |" in (tmp_path / "out" / "zlab" / "README.md").read_text()
 
 
 def test_the_drafters_own_rotary_parameters_are_kept(llama_folder, released, tmp_path):

@@ -3,6 +3,7 @@
 import platform
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from dflash_lightning import __version__
@@ -30,6 +31,7 @@ class Provenance:
         checkpoint: name of the checkpoint's folder or file.
         step: optimizer steps taken.
         code_version: version of `dflash_lightning` that trained it.
+        start_from: name of the drafter whose weights training began with; None: random weights.
         generation: how the answers it was trained on were made (thinking or not, ...); None if not known.
         evaluations: one entry a prompt set: `prompt_set` and figures such as `tau`, `tau_low`, `tau_high`, `prompts`.
     """
@@ -38,12 +40,14 @@ class Provenance:
     checkpoint: str
     step: int
     code_version: str
+    start_from: str | None = None
     generation: dict[str, Any] | None = None
     evaluations: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def of_checkpoint(cls, checkpoint: TrainingCheckpoint) -> "Provenance":
-        return cls(checkpoint.target, checkpoint.path.name, checkpoint.step, checkpoint.code_version)
+        start_from = checkpoint.start_from and Path(checkpoint.start_from).name
+        return cls(checkpoint.target, checkpoint.path.name, checkpoint.step, checkpoint.code_version, start_from)
 
     @classmethod
     def from_dict(cls, metadata: dict[str, Any]) -> "Provenance | None":
@@ -195,6 +199,7 @@ def _made_from(config: DrafterConfig, form: Format, dtype: str, provenance: Prov
             "tokenizer (SHA-256)": target.tokenizer_sha256,
             "chat template (SHA-256)": target.chat_template_sha256 or "none",
             "answers generated with": provenance.generation or UNKNOWN,
+            "training began with": provenance.start_from or "random weights",
             "training": f"{provenance.checkpoint}, step {provenance.step}",
         }
     trained = f"trained with {provenance.code_version}, " if provenance else ""
