@@ -40,8 +40,10 @@ def _marked(result: PromptResult, tokenizer: PreTrainedTokenizerBase) -> str:
 
     text = shown(0, 1)  # from the prefill
     for start, end in pairwise(accumulate(result.committed, initial=1)):
-        drafted = f"<strong>{shown(start, end - 1)}</strong>" if end - start > 1 else ""
-        text += ROUND + drafted + shown(end - 1, end)
+        drafted = shown(start, end - 1)
+        if drafted.isspace():  # bold or not, it couldn't be seen
+            drafted = drafted.replace(" ", "␣")
+        text += ROUND + (f"<strong>{drafted}</strong>" if drafted else "") + shown(end - 1, end)
     return text
 
 

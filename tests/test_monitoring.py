@@ -144,11 +144,11 @@ def test_samples_mark_what_each_round_drafted_and_where_the_texts_part(llama_fol
         times = dict.fromkeys(("seconds", "plain_seconds", "prefill_seconds", "plain_prefill_seconds"), 1.0)
         return PromptResult(prompt, own, reference, committed, (), own == reference, tie, mask_tokens=0, **times)
 
-    equal = result("to be or not", "to be or not", (4, 1, 4, 2), tie=False)
-    other = result("to be or not", "to bat", (4, 1, 4, 2), tie=True)
+    equal = result("to be or not", "to be or not", (4, 2, 3, 2), tie=False)
+    other = result("to be or not", "to bat", (4, 2, 3, 2), tie=True)
     shown = markdown_to_safe_html(sample_page([equal, other], tokenizer, step=7))
     cells = [html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", shown)]
-    marked = "t¦<strong>o b</strong>e¦ ¦<strong>or </strong>n¦<strong>o</strong>t"
+    marked = "t¦<strong>o b</strong>e¦<strong>␣</strong>o¦<strong>r </strong>n¦<strong>o</strong>t"
     assert cells == [marked, "to be or not", marked, "to b<em>at</em>"]
     headings = [html.unescape(heading) for heading in re.findall(r"<h3>(.*?)</h3>", shown)]
     assert headings == ["a|b: tau 2.75 in 4 rounds, equal to plain greedy", "a|b: tau 2.75 in 4 rounds, parts at a tie"]
