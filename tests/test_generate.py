@@ -180,20 +180,20 @@ def test_a_chat_on_a_terminal(command, qwen3_folder):
         **{"stdin": theirs, "stdout": theirs, "stderr": theirs, "env": environment, "start_new_session": True},
     )
     os.close(theirs)
-    seen = b""
+    unread = b""
 
-    def read_until(text: bytes) -> None:
-        nonlocal seen
-        while text not in seen:
-            seen += os.read(ours, 4096)
+    def read_until(text: bytes) -> bytes:
+        """What comes up to ``text``; what comes after it is left for the next call."""
+        nonlocal unread
+        while text not in unread:
+            unread += os.read(ours, 4096)
+        before, unread = unread.split(text, 1)
+        return before
 
     read_until(b"ends the chat.")
     read_until(b"> ")
     os.write(ours, b"say 7\n")
-    seen = b""
-    read_until(b"cut off after")
-    answer = seen
-    seen = b""
+    answer = read_until(b"cut off after")
     read_until(b"> ")
     os.write(ours, b"\x04")
     read_until(b"plain greedy")
