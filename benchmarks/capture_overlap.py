@@ -13,8 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from dflash_lightning import capture as capture_module
 from dflash_lightning.cache import BackgroundWriter
+from dflash_lightning.capture import command as capture_module
 
 
 class TimedBackground(BackgroundWriter):

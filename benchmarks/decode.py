@@ -26,12 +26,12 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModel
 
-from dflash_lightning.decoding import plain_decode, speculative_decode
+from dflash_lightning.decoding.decode import plain_decode, speculative_decode
 from dflash_lightning.devices import resolve_device
-from dflash_lightning.evaluation import load_prompts, pooled_tau
+from dflash_lightning.evaluation.prompt_results import load_prompts, pooled_tau
 from dflash_lightning.export import load_drafter
+from dflash_lightning.export.transformers_check import generate_with_transformers
 from dflash_lightning.target import load_target, load_tokenizer, stop_token_ids
-from dflash_lightning.transformers_check import generate_with_transformers
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 # Prompt -> new tokens, and tokens committed by each verify round.

@@ -18,7 +18,7 @@ from step_cases import CLOCKS, memory_in_bytes, restart_peak_memory
 from torch import Tensor
 from torch.nn import LinearCrossEntropyOptions, functional
 
-from dflash_lightning.losses import linear_cross_entropy
+from dflash_lightning.training.losses import linear_cross_entropy
 
 
 def ours(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from urllib.request import Request, urlopen
 
 import torch
 
-from dflash_lightning.decoding import speculative_decode
-from dflash_lightning.evaluation import is_tie, load_prompts, pooled_tau
+from dflash_lightning.decoding.decode import speculative_decode
+from dflash_lightning.evaluation.prompt_results import is_tie, load_prompts, pooled_tau
 from dflash_lightning.export import load_drafter
 from dflash_lightning.target import load_target, load_tokenizer, stop_token_ids
 

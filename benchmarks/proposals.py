@@ -16,10 +16,10 @@ from typing import get_args
 import numpy as np
 import torch
 
-from dflash_lightning.decoding import speculative_decode_batch
-from dflash_lightning.evaluation import load_prompts, pooled_tau, tau_interval
+from dflash_lightning.decoding.decode import speculative_decode_batch
+from dflash_lightning.decoding.sampling import Proposals, make_scheme
+from dflash_lightning.evaluation.prompt_results import load_prompts, pooled_tau, tau_interval
 from dflash_lightning.export import load_drafter
-from dflash_lightning.sampling import Proposals, make_scheme
 from dflash_lightning.target import load_target, load_tokenizer, stop_token_ids
 
 DRAWS = 2000

@@ -21,8 +21,8 @@ from dflash_lightning.blocks import sample_anchors
 from dflash_lightning.cache import CacheManifest, FeatureCache, Sample, TargetIdentity, create_or_join
 from dflash_lightning.config import DrafterConfig
 from dflash_lightning.drafter import Drafter
-from dflash_lightning.losses import LossSettings, weighted_loss
-from dflash_lightning.module import score_batch
+from dflash_lightning.training.losses import LossSettings, weighted_loss
+from dflash_lightning.training.module import score_batch
 from dflash_lightning.visibility import dense_mask
 
 MASK_TOKEN_ID, PROMPT_SHARE, STEPS_IN_CACHE = 3, 0.25, 4
@@ -207,7 +207,7 @@ class DenseTraining(OurTraining):
     """Ours with SDPA and a dense mask where FlexAttention would be taken."""
 
     def add_gradient(self, indices: list[int], seconds: Seconds) -> int:
-        with patch("dflash_lightning.module.attention_mask", dense_mask):
+        with patch("dflash_lightning.training.module.attention_mask", dense_mask):
             return super().add_gradient(indices, seconds)
 
 

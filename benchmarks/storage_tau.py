@@ -35,14 +35,14 @@ from dflash_lightning.cache import CacheManifest, FeatureCache, Sample, open_sto
 from dflash_lightning.cache.packing import pack, unpack
 from dflash_lightning.cache.storage import STORAGES, Storage, packed_bits
 from dflash_lightning.config import DrafterConfig, DrafterSettings
-from dflash_lightning.decoding import speculative_decode
+from dflash_lightning.decoding.decode import speculative_decode
 from dflash_lightning.drafter import Drafter
-from dflash_lightning.evaluation import Prompt, load_prompts, pooled_tau, tau_interval
-from dflash_lightning.losses import LossSettings, SlotResults, score_slots, weighted_loss
-from dflash_lightning.module import OptimizerSettings
+from dflash_lightning.evaluation.prompt_results import Prompt, load_prompts, pooled_tau, tau_interval
 from dflash_lightning.progress import say, track
 from dflash_lightning.quickstart.prompts import make_prompts
 from dflash_lightning.target import load_target, load_tokenizer, stop_token_ids, target_text_config
+from dflash_lightning.training.losses import LossSettings, SlotResults, score_slots, weighted_loss
+from dflash_lightning.training.module import OptimizerSettings
 from dflash_lightning.visibility import attention_mask
 
 BATCH_TOKENS, NUM_ANCHORS, MAX_NEW_TOKENS = 1400, 24, 80

@@ -49,7 +49,7 @@ from torch import Tensor
 
 from dflash_lightning.blocks import build_blocks, sample_anchors
 from dflash_lightning.cache import FeatureCache
-from dflash_lightning.fit import fit
+from dflash_lightning.training.fit import fit
 from dflash_lightning.visibility import dense_mask
 
 GROWTH = {

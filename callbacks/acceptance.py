@@ -16,11 +16,11 @@ from callbacks.frozen_target import FrozenTarget, Residence
 from callbacks.time_budget import TimeBudget
 from dflash_lightning.distributed import gather_when_all_are_done
 from dflash_lightning.errors import ConfigError
-from dflash_lightning.evaluation import PromptResult, decode_plainly, evaluate_prompt, load_prompts
-from dflash_lightning.evaluation_report import summarize
-from dflash_lightning.gathering import gather_drafter
-from dflash_lightning.module import DFlashModule
+from dflash_lightning.evaluation.prompt_results import PromptResult, decode_plainly, evaluate_prompt, load_prompts
+from dflash_lightning.evaluation.report import summarize
 from dflash_lightning.target import load_generation_config, load_tokenizer, stop_token_ids
+from dflash_lightning.training.gathering import gather_drafter
+from dflash_lightning.training.module import DFlashModule
 
 IF_LOST = (
     "Start all processes again with --resume auto; for slow ranks raise timeout_minutes of trainer.strategy, or give "

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 
 from transformers import PreTrainedTokenizerBase
 
-from dflash_lightning.evaluation import PromptResult, pooled_tau
+from dflash_lightning.evaluation.prompt_results import PromptResult, pooled_tau
 
 ROUND = "¦"
 PUNCTUATION = re.compile(r"[!-/:-@\[-`{-~]")

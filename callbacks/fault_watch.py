@@ -10,8 +10,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from callbacks.acceptance import DecodingObserver
 from callbacks.tensorboard_pages import logged_step, tensorboard_writers
 from datamodules import FeatureCacheDataModule
-from dflash_lightning.evaluation import PromptResult
-from dflash_lightning.fault_signs import (
+from dflash_lightning.evaluation.prompt_results import PromptResult
+from dflash_lightning.training.fault_signs import (
     FaultSign,
     constant_features,
     decoding_below_validation,
@@ -22,7 +22,7 @@ from dflash_lightning.fault_signs import (
     nothing_accepted,
     odd_supervision,
 )
-from dflash_lightning.module import ContextBatch, DFlashModule, context_features
+from dflash_lightning.training.module import ContextBatch, DFlashModule, context_features
 
 
 class WatchForFaults(DecodingObserver):

@@ -23,11 +23,11 @@ from callbacks.decoding_samples import sample_page
 from callbacks.tensorboard_layout import layout_summary
 from datamodules import FeatureCacheDataModule
 from dflash_lightning import __version__
-from dflash_lightning.evaluation import PromptResult
-from dflash_lightning.evaluation_plot import draw_report
-from dflash_lightning.initial_drafter import CHOSEN
-from dflash_lightning.module import DFlashModule
+from dflash_lightning.evaluation.plot import draw_report
+from dflash_lightning.evaluation.prompt_results import PromptResult
 from dflash_lightning.target import load_tokenizer
+from dflash_lightning.training.initial_drafter import CHOSEN
+from dflash_lightning.training.module import DFlashModule
 
 SAMPLES = 3
 PACKAGES = ("torch", "lightning", "deepspeed", "transformers", "zarr", "tensorboard")

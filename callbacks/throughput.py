@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from torch._dynamo.utils import counters
 
 from datamodules.feature_cache import ResumableLoader
-from dflash_lightning.module import ContextBatch
+from dflash_lightning.training.module import ContextBatch
 
 GIB = 2**30
 

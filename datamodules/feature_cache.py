@@ -18,8 +18,8 @@ from dflash_lightning.blocks import sample_anchors
 from dflash_lightning.cache import FeatureCache, ObjectStoreSettings, Sample, SampleReader, StagingSettings, open_store
 from dflash_lightning.cache.packing import PackedFeatures
 from dflash_lightning.errors import ConfigError
-from dflash_lightning.exact_resume import shift_counts
-from dflash_lightning.module import ContextBatch
+from dflash_lightning.training.exact_resume import shift_counts
+from dflash_lightning.training.module import ContextBatch
 
 
 def in_validation_split(id_hashes: np.ndarray, fraction: float) -> np.ndarray:

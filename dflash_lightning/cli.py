@@ -22,21 +22,24 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 # Command -> where its function is, and what it does. A command imports only what it needs.
 COMMANDS = {
-    "prepare": ("dflash_lightning.prepare:prepare", "prompts -> the target's own answers, as tokens"),
-    "capture": ("dflash_lightning.capture:capture", "answers -> context features in a cache"),
-    "fit": ("dflash_lightning.fit:fit", "train a drafter on a cache (LightningCLI)"),
+    "prepare": ("dflash_lightning.prepare.command:prepare", "prompts -> the target's own answers, as tokens"),
+    "capture": ("dflash_lightning.capture.command:capture", "answers -> context features in a cache"),
+    "fit": ("dflash_lightning.training.fit:fit", "train a drafter on a cache (LightningCLI)"),
     "report": ("dflash_lightning.report:report", "a training -> one page: figures, curves, texts, settings"),
     "evaluate": (
-        "dflash_lightning.evaluate:evaluate",
+        "dflash_lightning.evaluation.command:evaluate",
         "decode prompts for real: acceptance length, speed, losslessness",
     ),
-    "generate": ("dflash_lightning.generate:generate", "answer a prompt, or chat, accepted spans in colour"),
+    "generate": ("dflash_lightning.decoding.generate:generate", "answer a prompt, or chat, accepted spans in colour"),
     "export": ("dflash_lightning.export:export", "checkpoint -> folders that servers load"),
     "doctor": ("dflash_lightning.doctor:doctor", "whether packages, machine and the parts of a run would do"),
-    "cache plan": ("dflash_lightning.cache_plan:plan", "what a capture would take, before anything is written"),
-    "cache info": ("dflash_lightning.cache_commands:info", "what a cache holds"),
-    "cache bench": ("dflash_lightning.cache_bench:bench", "how fast a cache is read, beside memmap and torch files"),
-    "cache verify": ("dflash_lightning.cache_commands:verify", "compare every object of a cache with its checksum"),
+    "cache plan": ("dflash_lightning.capture.plan:plan", "what a capture would take, before anything is written"),
+    "cache info": ("dflash_lightning.cache.commands:info", "what a cache holds"),
+    "cache bench": (
+        "dflash_lightning.cache.bench_command:bench",
+        "how fast a cache is read, beside memmap and torch files",
+    ),
+    "cache verify": ("dflash_lightning.cache.commands:verify", "compare every object of a cache with its checksum"),
 }
 # A path that can't be read or written; Python's own message names it.
 FILE_ERRORS = (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)

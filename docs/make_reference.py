@@ -11,10 +11,10 @@ import callbacks
 from datamodules import FeatureCacheDataModule
 from dflash_lightning.cli import COMMANDS, POSITIONAL, command_parser
 from dflash_lightning.config import DrafterSettings
-from dflash_lightning.losses import LossSettings
-from dflash_lightning.module import DFlashModule
-from dflash_lightning.optimizers import MuonSettings, OptimizerSettings
-from dflash_lightning.strategy import DFlashDeepSpeedStrategy
+from dflash_lightning.training.losses import LossSettings
+from dflash_lightning.training.module import DFlashModule
+from dflash_lightning.training.optimizers import MuonSettings, OptimizerSettings
+from dflash_lightning.training.strategy import DFlashDeepSpeedStrategy
 
 PAGE = Path(__file__).with_name("reference.md")
 HEAD = """\
@@ -38,7 +38,9 @@ CLASSES = {
     "model.optimizer": OptimizerSettings,
     "model.optimizer.muon": MuonSettings,
     "data": FeatureCacheDataModule,
-    "trainer.strategy, as `class_path: dflash_lightning.strategy.DFlashDeepSpeedStrategy`": DFlashDeepSpeedStrategy,
+    f"trainer.strategy, as `class_path: {DFlashDeepSpeedStrategy.__module__}.DFlashDeepSpeedStrategy`": (
+        DFlashDeepSpeedStrategy
+    ),
     **{f"trainer.callbacks, as `class_path: callbacks.{name}`": getattr(callbacks, name) for name in callbacks.__all__},
 }
 

@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 
-from dflash_lightning.prepared import DataInfo, PreparedSample, dataset_sha256, write_data
+from dflash_lightning.prepare.data import DataInfo, PreparedSample, dataset_sha256, write_data
 from dflash_lightning.target import target_identity
 
 

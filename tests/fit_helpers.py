@@ -43,7 +43,7 @@ def fit_config(target: Path, cache: Path, folder: Path, callbacks: list[dict[str
         "trainer": {
             "accelerator": "cpu",
             "devices": 1,
-            "strategy": {"class_path": "dflash_lightning.strategy.DFlashDeepSpeedStrategy"},
+            "strategy": {"class_path": "dflash_lightning.training.strategy.DFlashDeepSpeedStrategy"},
             "precision": "bf16-mixed",
             "max_steps": 12,
             "gradient_clip_val": 1.0,

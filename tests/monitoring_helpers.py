@@ -8,7 +8,7 @@ from fit_helpers import checkpoints, fit_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_helpers import random_sample, write_cache
 
-from dflash_lightning.fit import fit
+from dflash_lightning.training.fit import fit
 
 PROMPTS = [{"id": f"p|{i}", "family": "ab"[i % 2], "prompt": f"say *{i * 7}* please"} for i in range(5)]
 

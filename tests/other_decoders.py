@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from dflash_lightning.transformers_check import generate_with_transformers, load_assistant
+from dflash_lightning.export.transformers_check import generate_with_transformers, load_assistant
 
 MISSING = "a package isn't installed: pip install --no-deps -r requirements-nodeps.txt (make setup does)"
 Decoded = tuple[list[int], list[int]]

@@ -12,8 +12,8 @@ from helpers import MASK_TOKEN_ID, load_tiny, make_drafter
 from training_helpers import Job, Outcome, random_sample, write_cache
 
 from dflash_lightning.config import DrafterSettings
-from dflash_lightning.losses import LossSettings
-from dflash_lightning.module import OptimizerSettings
+from dflash_lightning.training.losses import LossSettings
+from dflash_lightning.training.module import OptimizerSettings
 
 LAYERS, HIDDEN = [1, 3], 32
 

@@ -19,10 +19,10 @@ from callbacks import acceptance as acceptance_module
 from callbacks.frozen_target import FrozenTarget
 from dflash_lightning.config import DrafterSettings
 from dflash_lightning.errors import ConfigError
-from dflash_lightning.evaluation import decode_plainly, evaluate_prompt, load_prompts
-from dflash_lightning.losses import LossSettings
-from dflash_lightning.module import OptimizerSettings
+from dflash_lightning.evaluation.prompt_results import decode_plainly, evaluate_prompt, load_prompts
 from dflash_lightning.target import load_tokenizer
+from dflash_lightning.training.losses import LossSettings
+from dflash_lightning.training.module import OptimizerSettings
 
 DRAFTER = DrafterSettings(num_layers=1, block_size=4, target_layer_ids=[1, 3], mask_token_id=MASK_TOKEN_ID)
 STOPS = [2, *range(60, 85)]

@@ -7,8 +7,8 @@ import torch
 from helpers import load_tiny, make_drafter
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from dflash_lightning.context import Context
-from dflash_lightning.decoding import plain_decode, speculative_decode, speculative_decode_batch
+from dflash_lightning.decoding.context import Context
+from dflash_lightning.decoding.decode import plain_decode, speculative_decode, speculative_decode_batch
 from dflash_lightning.errors import ConfigError
 
 LENGTHS = [1, 17, 4, 4, 30]

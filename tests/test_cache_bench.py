@@ -8,7 +8,7 @@ import pytest
 from cache_helpers import capture
 
 from dflash_lightning.cache import FeatureCache, bench, bench_reading
-from dflash_lightning.cache_bench import bench as bench_command
+from dflash_lightning.cache.bench_command import bench as bench_command
 from dflash_lightning.errors import CacheError, ConfigError
 
 

@@ -9,8 +9,8 @@ import torch
 from cache_helpers import stored_files
 from capture_helpers import capture_arguments, random_texts, write_texts
 
-from dflash_lightning import capture as capture_module
 from dflash_lightning.cache import CacheManifest, FeatureCache, describe, open_store, verify
+from dflash_lightning.capture import command as capture_module
 from dflash_lightning.cli import run
 from dflash_lightning.errors import CacheError, ConfigError
 

@@ -25,7 +25,7 @@ MARKERS = "shards/*/COMMITTED"
 
 @pytest.fixture(scope="module")
 def server():
-    server = CommandServer("transformers.models.llama.modeling_llama", "dflash_lightning.capture")
+    server = CommandServer("transformers.models.llama.modeling_llama", "dflash_lightning.capture.command")
     yield server
     server.close()
 

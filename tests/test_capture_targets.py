@@ -9,7 +9,7 @@ import torch
 from capture_helpers import random_texts, write_texts
 
 from dflash_lightning.cache import CacheManifest, FeatureCache, open_store, verify
-from dflash_lightning.capture import capture
+from dflash_lightning.capture.command import capture
 from dflash_lightning.features import compute_features
 from dflash_lightning.target import load_target
 

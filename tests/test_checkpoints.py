@@ -9,13 +9,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from callbacks.export import ExportDrafter
-from dflash_lightning.checkpoints import is_training_checkpoint, read_training_checkpoint
 from dflash_lightning.config import DrafterSettings
 from dflash_lightning.errors import CheckpointError, ConfigError, ExportError
 from dflash_lightning.export import load_drafter, tensor_shapes
-from dflash_lightning.module import DFlashModule
-from dflash_lightning.strategy import DFlashDeepSpeedStrategy
 from dflash_lightning.target import target_identity
+from dflash_lightning.training.checkpoints import is_training_checkpoint, read_training_checkpoint
+from dflash_lightning.training.module import DFlashModule
+from dflash_lightning.training.strategy import DFlashDeepSpeedStrategy
 
 SETTINGS = DrafterSettings(num_layers=2, block_size=4, target_layer_ids=[1, 3], mask_token_id=3)
 STEPS = 2

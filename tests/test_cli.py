@@ -9,10 +9,10 @@ import yaml
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from dflash_lightning import __version__
-from dflash_lightning import fit as fit_module
 from dflash_lightning.cli import COMMANDS, command_parser, run
 from dflash_lightning.errors import ConfigError
-from dflash_lightning.fit import fit
+from dflash_lightning.training import fit as fit_module
+from dflash_lightning.training.fit import fit
 
 ROOT = Path(__file__).parents[1]
 FLAGS = {

@@ -8,8 +8,8 @@ import torch
 from helpers import load_tiny, make_drafter
 
 from dflash_lightning.blocks import build_blocks
-from dflash_lightning.context import Context
-from dflash_lightning.decoding import plain_decode, speculative_decode
+from dflash_lightning.decoding.context import Context
+from dflash_lightning.decoding.decode import plain_decode, speculative_decode
 from dflash_lightning.errors import ConfigError
 from dflash_lightning.visibility import dense_mask
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_lightning.cli import COMMANDS, command_parser
-from dflash_lightning.fit import fit
+from dflash_lightning.training.fit import fit
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -12,10 +12,10 @@ from export_helpers import save_checkpoint
 from helpers import load_tiny, make_drafter
 from prepare_helpers import write_rows
 
-from dflash_lightning import evaluation_job
-from dflash_lightning.decoding import plain_decode
+from dflash_lightning.decoding.decode import plain_decode
 from dflash_lightning.errors import ConfigError, DataError
-from dflash_lightning.evaluate import evaluate, journal_folder
+from dflash_lightning.evaluation import job as evaluation_job
+from dflash_lightning.evaluation.command import evaluate, journal_folder
 from dflash_lightning.target import load_tokenizer
 
 TIMES = ("tokens_per_second", "baseline_tokens_per_second", "speedup", "seconds_to_first_token")

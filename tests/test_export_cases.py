@@ -12,7 +12,7 @@ from conftest import COMMON, save_target
 from export_helpers import SCALED_ROPE, make_trained, save_checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from dflash_lightning.decoding import plain_decode, speculative_decode
+from dflash_lightning.decoding.decode import plain_decode, speculative_decode
 from dflash_lightning.export import FORMATS, export, load_drafter
 
 pytestmark = pytest.mark.slow  # the package speculators takes seconds to import

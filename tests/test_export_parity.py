@@ -14,12 +14,12 @@ from helpers import load_tiny, make_drafter
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
-from dflash_lightning.decoding import speculative_decode
+from dflash_lightning.decoding.decode import speculative_decode
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import ExportError
-from dflash_lightning.evaluation import pooled_tau
+from dflash_lightning.evaluation.prompt_results import pooled_tau
 from dflash_lightning.export import export_drafter
-from dflash_lightning.transformers_check import load_assistant
+from dflash_lightning.export.transformers_check import load_assistant
 
 LENGTH = 200  # beyond what the scaled kinds call their original length
 

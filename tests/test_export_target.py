@@ -8,12 +8,12 @@ from export_helpers import TOKENS, save_checkpoint
 from helpers import load_tiny, make_drafter
 from safetensors.torch import load_file, save_file
 
+from dflash_lightning.decoding.generate import generate
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import ExportError
-from dflash_lightning.evaluate import evaluate
+from dflash_lightning.evaluation.command import evaluate
 from dflash_lightning.export import export, export_drafter, read_drafter
-from dflash_lightning.generate import generate
-from dflash_lightning.initial_drafter import choose_drafter
+from dflash_lightning.training.initial_drafter import choose_drafter
 
 
 def test_another_shape_is_refused_field_by_field(llama_folder, tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_lightning.fault_signs import (
+from dflash_lightning.training.fault_signs import (
     constant_features,
     decoding_below_validation,
     decoding_loses,

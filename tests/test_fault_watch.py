@@ -18,13 +18,13 @@ from callbacks.fault_watch import WatchForFaults
 from datamodules import FeatureCacheDataModule
 from dflash_lightning.cache import Sample
 from dflash_lightning.config import DrafterSettings
-from dflash_lightning.context import Context
-from dflash_lightning.decoding import plain_decode
-from dflash_lightning.evaluation import load_prompts
+from dflash_lightning.decoding.context import Context
+from dflash_lightning.decoding.decode import plain_decode
+from dflash_lightning.evaluation.prompt_results import load_prompts
 from dflash_lightning.features import compute_features
-from dflash_lightning.losses import SlotResults
-from dflash_lightning.module import DFlashModule, OptimizerSettings
 from dflash_lightning.target import load_tokenizer
+from dflash_lightning.training.losses import SlotResults
+from dflash_lightning.training.module import DFlashModule, OptimizerSettings
 
 LAYERS = [1, 3]
 ANSWER = 40

@@ -5,10 +5,10 @@ import pytest
 import torch
 from helpers import load_tiny
 
-from dflash_lightning.capture import capture_samples, plan_batches
-from dflash_lightning.capture_job import plan_shards
+from dflash_lightning.capture.command import capture_samples, plan_batches
+from dflash_lightning.capture.job import plan_shards
 from dflash_lightning.features import FeatureTap, compute_features, decoder_layers
-from dflash_lightning.prepared import PreparedSample
+from dflash_lightning.prepare.data import PreparedSample
 
 LAYERS = [3, 0, 4]
 LENGTHS = [5, 19, 1, 12]

@@ -13,15 +13,15 @@ from command_client import CommandServer, kill, meeting_place
 from fit_helpers import PATIENCE, checkpoints, fit_config, identity
 from resume_helpers import write_random_cache
 
-from dflash_lightning.checkpoints import SHARDS, open_checkpoint
 from dflash_lightning.errors import CheckpointError
+from dflash_lightning.training.checkpoints import SHARDS, open_checkpoint
 
 STEPS, KILLS = 14, 10
 
 
 @pytest.fixture(scope="module")
 def server():
-    server = CommandServer("dflash_lightning.fit", "callbacks", "deepspeed")
+    server = CommandServer("dflash_lightning.training.fit", "callbacks", "deepspeed")
     yield server
     server.close()
 

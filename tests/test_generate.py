@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from dflash_lightning import generate as generate_module
 from dflash_lightning.cli import run
-from dflash_lightning.decoding import plain_decode
+from dflash_lightning.decoding import generate as generate_module
+from dflash_lightning.decoding.decode import plain_decode
+from dflash_lightning.decoding.streaming import SPAN_STYLES, SpanPrinter
 from dflash_lightning.errors import ConfigError, TargetError
 from dflash_lightning.export import export_drafter
-from dflash_lightning.streaming import SPAN_STYLES, SpanPrinter
 from dflash_lightning.target import load_tokenizer
 
 LIMIT = 12

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from training_helpers import RecordSteps, make_trainer
 
 from dflash_lightning.config import DrafterSettings
-from dflash_lightning.losses import LossSettings
-from dflash_lightning.module import ContextBatch, DFlashModule, OptimizerSettings
+from dflash_lightning.training.losses import LossSettings
+from dflash_lightning.training.module import ContextBatch, DFlashModule, OptimizerSettings
 
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "cases" / "golden-steps"
 

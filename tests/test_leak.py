@@ -5,7 +5,7 @@ import torch
 from helpers import load_tiny, make_drafter
 
 from dflash_lightning.blocks import build_blocks, positions_in_document
-from dflash_lightning.losses import LossSettings, score_slots, weighted_loss
+from dflash_lightning.training.losses import LossSettings, score_slots, weighted_loss
 from dflash_lightning.visibility import attention_mask
 
 # Row 0: one document. Row 1: two documents, then padding. Row 2: a short document, then padding.

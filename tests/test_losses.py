@@ -6,10 +6,10 @@ import pytest
 import torch
 from helpers import load_tiny, make_drafter
 
-from dflash_lightning import losses
 from dflash_lightning.blocks import build_blocks, positions_in_document
 from dflash_lightning.errors import ConfigError
-from dflash_lightning.losses import (
+from dflash_lightning.training import losses
+from dflash_lightning.training.losses import (
     LossSettings,
     SlotResults,
     linear_cross_entropy,
@@ -17,7 +17,7 @@ from dflash_lightning.losses import (
     slot_weights,
     weighted_loss,
 )
-from dflash_lightning.metrics import BlockMetrics
+from dflash_lightning.training.metrics import BlockMetrics
 from dflash_lightning.visibility import attention_mask
 
 

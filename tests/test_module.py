@@ -6,12 +6,12 @@ import torch
 from helpers import MASK_TOKEN_ID
 from training_helpers import DealtData, GivenSample, Job, make_trainer, random_sample
 
-from dflash_lightning.checkpoints import CHECKPOINT_KEY
 from dflash_lightning.config import DrafterSettings
 from dflash_lightning.errors import ConfigError, TargetError
-from dflash_lightning.losses import LossSettings
-from dflash_lightning.module import DFlashModule, OptimizerSettings
 from dflash_lightning.target import load_tables
+from dflash_lightning.training.checkpoints import CHECKPOINT_KEY
+from dflash_lightning.training.losses import LossSettings
+from dflash_lightning.training.module import DFlashModule, OptimizerSettings
 
 DRAFTER = DrafterSettings(num_layers=1, block_size=4, target_layer_ids=[1, 3], mask_token_id=MASK_TOKEN_ID)
 

@@ -14,7 +14,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from callbacks.decoding_samples import plain_markdown, sample_page
-from dflash_lightning.evaluation import Prompt, PromptResult
+from dflash_lightning.evaluation.prompt_results import Prompt, PromptResult
 from dflash_lightning.target import load_tokenizer
 
 

@@ -15,9 +15,9 @@ from cache_helpers import stored_files
 from capture_helpers import capture_arguments, random_texts, write_texts
 from fit_helpers import PATIENCE, checkpoints, fit_config, identity, wait_for
 
-from dflash_lightning.checkpoints import read_training_checkpoint
 from dflash_lightning.cli import run
-from dflash_lightning.resume import take_back
+from dflash_lightning.training.checkpoints import read_training_checkpoint
+from dflash_lightning.training.resume import take_back
 
 SCRIPT = Path(__file__).parents[1] / "conf" / "cluster" / "torchrun.sh"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")

@@ -10,8 +10,8 @@ from test_training import BLOCK_SIZE, job_of_given_steps, naive_objective
 from training_helpers import Job, torchrun
 
 from dflash_lightning.errors import ConfigError
-from dflash_lightning.optimizers import MuonSettings, OptimizerSettings, make_optimizer
-from dflash_lightning.strategy import DFlashDeepSpeedStrategy
+from dflash_lightning.training.optimizers import MuonSettings, OptimizerSettings, make_optimizer
+from dflash_lightning.training.strategy import DFlashDeepSpeedStrategy
 
 STEPS = 4
 SETTINGS = OptimizerSettings(lr=0.01, warmup_ratio=0.5, weight_decay=0.1, muon=MuonSettings(lr=0.05, momentum=0.9))

@@ -8,9 +8,9 @@ from training_helpers import DealtData, GivenSample, make_trainer
 
 from dflash_lightning.cache import Sample
 from dflash_lightning.config import DrafterSettings
-from dflash_lightning.decoding import plain_decode, speculative_decode
+from dflash_lightning.decoding.decode import plain_decode, speculative_decode
 from dflash_lightning.features import compute_features
-from dflash_lightning.module import DFlashModule, OptimizerSettings
+from dflash_lightning.training.module import DFlashModule, OptimizerSettings
 
 BLOCK_SIZE, ROUNDS, STEPS = 6, 5, 120
 PROMPT = [9, 77, 140, 23, 201, 12, 99]

@@ -11,7 +11,7 @@ from datamodules.feature_cache import collate
 from dflash_lightning.cache import FeatureCache, arrays, create_or_join
 from dflash_lightning.cache.packing import GROUP, normal_levels, pack, packed_width, unpack
 from dflash_lightning.cache.storage import STORAGES, packed_bits
-from dflash_lightning.module import context_features
+from dflash_lightning.training.module import context_features
 
 BITS = (8, 4, 2, 1)
 # The least mean square error of 2**bits levels on a standard normal (Max 1960, table 1); for 8 bits Panter and Dite's

@@ -11,7 +11,7 @@ from capture_helpers import random_texts, write_texts
 from safetensors.torch import load_file, save_file
 
 from dflash_lightning.cache import FeatureCache, verify
-from dflash_lightning.capture import capture
+from dflash_lightning.capture.command import capture
 from dflash_lightning.cli import run
 from dflash_lightning.devices import resolve_device
 from dflash_lightning.distributed import form_groups, launched_place

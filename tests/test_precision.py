@@ -5,9 +5,9 @@ import torch
 from helpers import load_tiny, make_drafter
 from torch import nn
 
-from dflash_lightning.losses import SlotResults
-from dflash_lightning.metrics import BlockMetrics
 from dflash_lightning.rope import rotate
+from dflash_lightning.training.losses import SlotResults
+from dflash_lightning.training.metrics import BlockMetrics
 from dflash_lightning.visibility import attend
 
 # Half of bfloat16's spacing, relative: what rounding the result alone costs.

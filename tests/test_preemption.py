@@ -13,8 +13,8 @@ import yaml
 from capture_helpers import capture_arguments, random_texts, write_texts
 from fit_helpers import PATIENCE, checkpoints, fit_config, identity, wait_for
 
-from dflash_lightning.checkpoints import read_training_checkpoint
 from dflash_lightning.cli import run
+from dflash_lightning.training.checkpoints import read_training_checkpoint
 
 SLURM_SCRIPT = Path(__file__).parents[1] / "conf" / "cluster" / "slurm.sh"
 # Stands in for SLURM: one task, and SIGUSR1 for it as soon as it has saved its first checkpoint.

@@ -9,12 +9,12 @@ import torch
 from conftest import byte_tokenizer
 from prepare_helpers import PROMPTS, SETTINGS, folder_bytes, write_rows
 
-from dflash_lightning import prepare as prepare_module
 from dflash_lightning.errors import ConfigError, DataError
-from dflash_lightning.greedy import greedy_answers
-from dflash_lightning.prepare import load_data, prepare
+from dflash_lightning.prepare import command as prepare_module
+from dflash_lightning.prepare.command import load_data, prepare
+from dflash_lightning.prepare.greedy import greedy_answers
 from dflash_lightning.progress import track
-from dflash_lightning.prompts import read_prompts
+from dflash_lightning.prompts.rows import read_prompts
 from dflash_lightning.target import load_target
 
 

@@ -13,10 +13,10 @@ import pytest
 from prepare_helpers import PROMPTS, SETTINGS, folder_bytes, write_rows
 
 from dflash_lightning import journal as journal_module
-from dflash_lightning import prepare as prepare_module
 from dflash_lightning.errors import DataError
 from dflash_lightning.journal import Journal
-from dflash_lightning.prepare import load_data, prepare
+from dflash_lightning.prepare import command as prepare_module
+from dflash_lightning.prepare.command import load_data, prepare
 
 
 def test_a_second_run_recomputes_nothing_and_other_work_is_refused(
@@ -46,7 +46,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_data(llama_folder, tmp_path):
     path = write_rows(tmp_path / "in.jsonl", rows)
     prepare(str(llama_folder), path, tmp_path / "whole", **SETTINGS)
     arguments = (str(llama_folder), str(path), str(tmp_path / "killed"))
-    code = f"from dflash_lightning.prepare import prepare; prepare(*{arguments!r}, **{SETTINGS!r})"
+    code = f"from dflash_lightning.prepare.command import prepare; prepare(*{arguments!r}, **{SETTINGS!r})"
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     written = tmp_path / "killed" / "journal.jsonl"
     deadline = time.monotonic() + 600

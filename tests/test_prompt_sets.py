@@ -10,8 +10,8 @@ from datasets import Dataset
 from dflash import benchmark
 
 from dflash_lightning.errors import DataError
-from dflash_lightning.prompt_sets import PROMPT_SETS, read_evaluation_prompts
-from dflash_lightning.prompts import read_prompts
+from dflash_lightning.prompts.rows import read_prompts
+from dflash_lightning.prompts.sets import PROMPT_SETS, read_evaluation_prompts
 
 # As the official files and the hub have them; braces and percents, as a question may have any.
 RECORDS = {

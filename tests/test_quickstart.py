@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflash_lightning.evaluation import is_tie
-from dflash_lightning.greedy import greedy_answers
-from dflash_lightning.prompts import prompt_token_ids, read_prompts
+from dflash_lightning.evaluation.prompt_results import is_tie
+from dflash_lightning.prepare.greedy import greedy_answers
+from dflash_lightning.prompts.rows import prompt_token_ids, read_prompts
 from dflash_lightning.quickstart.prompts import FAMILIES, HELD_OUT_PER_FAMILY, TRAIN_PER_FAMILY, make_prompts
 from dflash_lightning.quickstart.runner import StageFailed, StageRunner
 from dflash_lightning.target import load_target, load_tokenizer, stop_token_ids

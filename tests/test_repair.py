@@ -13,9 +13,9 @@ from cache_helpers import capture, stored_files
 from capture_helpers import capture_arguments, random_texts, write_texts
 from test_distributed import TORCHRUN
 
-from dflash_lightning import repair
 from dflash_lightning.cache import CacheManifest, FeatureCache, open_store, verify, write_index
 from dflash_lightning.cache.shards import ShardMarker
+from dflash_lightning.capture import repair
 from dflash_lightning.cli import run
 from dflash_lightning.errors import CacheError, ConfigError, DataError
 

@@ -15,9 +15,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dflash_lightning.cache import FeatureCache
 from dflash_lightning.cache.packing import unpack
-from dflash_lightning.checkpoints import read_training_checkpoint
 from dflash_lightning.cli import run
 from dflash_lightning.errors import CacheError, ConfigError, DataError, ExportError, TargetError
+from dflash_lightning.training.checkpoints import read_training_checkpoint
 
 PROMPTS = [{"id": f"p{i}", "family": "ab"[i % 2], "prompt": f"say {i * 7} please"} for i in range(24)]
 VALIDATION_KEYS = {
@@ -219,7 +219,7 @@ def test_a_cache_of_another_target_or_other_layers_is_refused(road, qwen3_folder
 
 
 def test_nan_features_stop_a_capture_with_the_samples_id(road, llama_folder, tmp_path, monkeypatch):
-    from dflash_lightning import capture as capture_module
+    from dflash_lightning.capture import command as capture_module
 
     original = capture_module.compute_features
 

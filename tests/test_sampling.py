@@ -9,9 +9,9 @@ from helpers import make_drafter
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from dflash_lightning.decoding import plain_decode, speculative_decode, speculative_decode_batch
+from dflash_lightning.decoding.decode import plain_decode, speculative_decode, speculative_decode_batch
+from dflash_lightning.decoding.sampling import ArgmaxProposals, SampledProposals, Sampling, Verified, make_scheme
 from dflash_lightning.errors import ConfigError
-from dflash_lightning.sampling import ArgmaxProposals, SampledProposals, Sampling, Verified, make_scheme
 
 VOCABULARY, PROMPT, DRAWS, ROWS = 8, [5, 1, 6], 100_000, 2_000
 SAMPLINGS = {"plain": Sampling(), "cut": Sampling(temperature=0.7, top_k=6, top_p=0.9)}

@@ -8,7 +8,7 @@ import torch
 from export_helpers import TOKENS
 from helpers import load_tiny, make_drafter
 
-from dflash_lightning.decoding import plain_decode
+from dflash_lightning.decoding.decode import plain_decode
 from dflash_lightning.export import export_drafter
 from dflash_lightning.target import load_tokenizer
 

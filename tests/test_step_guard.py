@@ -12,10 +12,10 @@ from training_helpers import GivenSample, Job, random_sample, torchrun
 
 from dflash_lightning.config import DrafterSettings
 from dflash_lightning.errors import ConfigError, TrainingError
-from dflash_lightning.gathering import gather_drafter
-from dflash_lightning.losses import LossSettings
-from dflash_lightning.module import DFlashModule, OptimizerSettings
-from dflash_lightning.step_guard import StepGuard, spoil_gradients_of_nonfinite
+from dflash_lightning.training.gathering import gather_drafter
+from dflash_lightning.training.losses import LossSettings
+from dflash_lightning.training.module import DFlashModule, OptimizerSettings
+from dflash_lightning.training.step_guard import StepGuard, spoil_gradients_of_nonfinite
 
 DRAFTER = DrafterSettings(num_layers=1, block_size=4, target_layer_ids=[1, 3], mask_token_id=MASK_TOKEN_ID)
 STRATEGIES = ["ddp", "zero0", "zero1", "zero2", "zero3"]

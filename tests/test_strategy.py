@@ -6,7 +6,7 @@ import pytest
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from dflash_lightning.errors import CheckpointError, ConfigError
-from dflash_lightning.strategy import DFlashDeepSpeedStrategy
+from dflash_lightning.training.strategy import DFlashDeepSpeedStrategy
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from callbacks import Throughput
 from datamodules import FeatureCacheDataModule
 from datamodules.feature_cache import MicroBatchDataset
 from dflash_lightning.config import DrafterSettings
-from dflash_lightning.module import DFlashModule
+from dflash_lightning.training.module import DFlashModule
 
 DRAFTER = DrafterSettings(num_layers=1, block_size=4, target_layer_ids=[1, 3], mask_token_id=MASK_TOKEN_ID)
 ACCUMULATION, STEPS = 2, 8

@@ -11,8 +11,8 @@ import pytest
 import torch
 from test_benchmarks import BENCHMARKS, benchmark
 
-from dflash_lightning import losses
-from dflash_lightning.losses import linear_cross_entropy
+from dflash_lightning.training import losses
+from dflash_lightning.training.losses import linear_cross_entropy
 
 MB = 1e6
 

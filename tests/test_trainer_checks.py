@@ -6,8 +6,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from test_distributed import SRUN_TASK, TORCHRUN
 
 from dflash_lightning.errors import ConfigError
-from dflash_lightning.strategy import DFlashDeepSpeedStrategy
-from dflash_lightning.trainer_checks import check_steps_are_whole, check_trainer
+from dflash_lightning.training.strategy import DFlashDeepSpeedStrategy
+from dflash_lightning.training.trainer_checks import check_steps_are_whole, check_trainer
 
 
 def trainer(**options) -> L.Trainer:

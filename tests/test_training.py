@@ -17,8 +17,8 @@ from training_helpers import (
 )
 
 from dflash_lightning.config import DrafterSettings
-from dflash_lightning.losses import LossSettings
-from dflash_lightning.module import OptimizerSettings
+from dflash_lightning.training.losses import LossSettings
+from dflash_lightning.training.module import OptimizerSettings
 
 BLOCK_SIZE, LAYERS, HIDDEN = 4, [1, 3], 32
 GAMMA, CLIP = 2.5, 0.5

@@ -8,7 +8,7 @@ from fit_helpers import checkpoints, fit_config
 from training_helpers import random_sample, write_cache
 
 from dflash_lightning import progress
-from dflash_lightning.fit import fit
+from dflash_lightning.training.fit import fit
 
 
 @pytest.mark.slow

@@ -18,11 +18,11 @@ from datamodules.feature_cache import collate
 from dflash_lightning.cache import CacheManifest, Sample, create_or_join
 from dflash_lightning.cache.storage import Storage, default_compression
 from dflash_lightning.config import DrafterSettings
-from dflash_lightning.gathering import gather_drafter
-from dflash_lightning.losses import LossSettings
-from dflash_lightning.module import ContextBatch, DFlashModule, OptimizerSettings
-from dflash_lightning.strategy import DFlashDeepSpeedStrategy
 from dflash_lightning.target import target_identity
+from dflash_lightning.training.gathering import gather_drafter
+from dflash_lightning.training.losses import LossSettings
+from dflash_lightning.training.module import ContextBatch, DFlashModule, OptimizerSettings
+from dflash_lightning.training.strategy import DFlashDeepSpeedStrategy
 
 LIGHTNING_NAMES = {"plain": "auto", "ddp": "ddp"}
 

@@ -15,19 +15,19 @@ from rich.filesize import decimal
 from callbacks import DecodedAcceptance
 from datamodules import FeatureCacheDataModule
 from dflash_lightning.cache import FeatureCache
-from dflash_lightning.decoding import plain_decode
+from dflash_lightning.decoding.decode import plain_decode
 from dflash_lightning.devices import resolve_device
 from dflash_lightning.doctor.machine import SHARED_MEMORY, free_disk
 from dflash_lightning.doctor.verdict import Verdict
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import DataError, DFlashError
-from dflash_lightning.evaluation import load_prompts
-from dflash_lightning.fit import FitCLI, fit
-from dflash_lightning.module import DFlashModule
-from dflash_lightning.prepared import DataInfo, load_data
-from dflash_lightning.prompts import PromptRow, prompt_token_ids
+from dflash_lightning.evaluation.prompt_results import load_prompts
+from dflash_lightning.prepare.data import DataInfo, load_data
+from dflash_lightning.prompts.rows import PromptRow, prompt_token_ids
 from dflash_lightning.target import load_target, load_tokenizer, stop_token_ids, target_identity
-from dflash_lightning.trainer_checks import check_trainer
+from dflash_lightning.training.fit import FitCLI, fit
+from dflash_lightning.training.module import DFlashModule
+from dflash_lightning.training.trainer_checks import check_trainer
 
 NEW_TOKENS = 16
 # Of a checkpoint, for each weight: bfloat16, and in float32 the master and AdamW's two moments.

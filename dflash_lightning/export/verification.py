@@ -20,22 +20,22 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from dflash_lightning.config import DrafterConfig
-from dflash_lightning.decoding import plain_decode, speculative_decode
+from dflash_lightning.decoding.decode import plain_decode, speculative_decode
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import ExportError, TargetError
-from dflash_lightning.evaluation import is_tie, pooled_tau
+from dflash_lightning.evaluation.prompt_results import is_tie, pooled_tau
 from dflash_lightning.export.card import Verification
 from dflash_lightning.export.folder import export_drafter
 from dflash_lightning.export.format import rope_parameters
 from dflash_lightning.export.layout import tensor_shapes
 from dflash_lightning.export.loading import load_drafter, read_drafter
 from dflash_lightning.export.muse_assistant import TRANSFORMERS
+from dflash_lightning.export.transformers_check import generate_with_transformers, load_assistant
 from dflash_lightning.progress import say, track
-from dflash_lightning.prompts import PromptRow, prompt_token_ids, read_prompts
+from dflash_lightning.prompts.rows import PromptRow, prompt_token_ids, read_prompts
 from dflash_lightning.target import load_target, load_tokenizer, stop_token_ids
 from dflash_lightning.target.files import find_target, loading
 from dflash_lightning.target.loading import config_of
-from dflash_lightning.transformers_check import generate_with_transformers, load_assistant
 
 BUILT_IN = "built-in"
 # Float32 leaves some 1e-6 of difference between two implementations; a wrong rotation or layer 1e-1.

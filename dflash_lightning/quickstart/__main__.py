@@ -13,8 +13,8 @@ import yaml
 from dflash_lightning.cli import function_parser, one_message, parsed_settings
 from dflash_lightning.durable import write_whole
 from dflash_lightning.errors import TargetError
-from dflash_lightning.evaluate import journal_folder
-from dflash_lightning.prepared import dump_line
+from dflash_lightning.evaluation.command import journal_folder
+from dflash_lightning.prepare.data import dump_line
 from dflash_lightning.quickstart.prompts import FAMILIES, HELD_OUT_PER_FAMILY, TRAIN_PER_FAMILY, make_prompts
 from dflash_lightning.quickstart.runner import StageRunner
 from dflash_lightning.quickstart.summary import make_summary, print_summary

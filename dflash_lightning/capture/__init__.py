@@ -1,0 +1,1 @@
+"""The second stage: the target's context features of prepared texts, into a cache."""

@@ -1,0 +1,1 @@
+"""Text from target and drafter: plain, and lossless speculative decoding."""

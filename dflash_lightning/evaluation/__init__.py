@@ -1,0 +1,1 @@
+"""What a drafter is worth: real decoding of many prompts, and the report."""

@@ -1,0 +1,1 @@
+"""Where prompts come from: files, data sets, the paper's sets by name."""

@@ -1,0 +1,1 @@
+"""The third stage: a drafter in training, under Lightning and DeepSpeed."""
