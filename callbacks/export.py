@@ -1,6 +1,8 @@
 """Exports the best checkpoint when training ends."""
 
 import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import lightning as L
@@ -48,15 +50,31 @@ class ExportDrafter(Callback):
             rank_zero_warn("ExportDrafter: no checkpoint was saved, so nothing is exported.")
         elif trainer.is_global_zero:
             free = self._not_ours(trainer)
-            for folder in (self.dirpath / name for name in self._names):
-                if folder not in free:
-                    shutil.rmtree(folder)
-            export(Path(best), self.dirpath, self.formats, verify=False)
+            former = [folder for name in self._names if (folder := self.dirpath / name) not in free]
+            with _out_of_the_way(former):
+                export(Path(best), self.dirpath, self.formats, verify=False)
 
     def _not_ours(self, trainer: L.Trainer) -> list[Path]:
         """The folders to make, but for those that an earlier end of this training has made."""
         folders = [self.dirpath / name for name in self._names]
         return [folder for folder in folders if not (trainer.ckpt_path and (folder / METADATA_FILE).is_file())]
+
+
+@contextmanager
+def _out_of_the_way(folders: Sequence[Path]) -> Iterator[None]:
+    """Free the names of folders; they go when the block has ended well, and come back if it hasn't."""
+    aside = {folder: folder.with_name(f".{folder.name}.replaced") for folder in folders}
+    for folder, place in aside.items():
+        shutil.rmtree(place, ignore_errors=True)
+        folder.rename(place)
+    try:
+        yield
+    except BaseException:
+        for folder, place in aside.items():
+            place.rename(folder)
+        raise
+    for place in aside.values():
+        shutil.rmtree(place)
 
 
 def _best(trainer: L.Trainer) -> ModelCheckpoint | None:

@@ -35,7 +35,8 @@ class Throughput(Callback):
         self.label_tokens, self.training_seconds = state_dict["label_tokens"], state_dict["training_seconds"]
 
     def _reset(self) -> None:
-        self._counts = torch.zeros(3, dtype=torch.long)  # label tokens, context tokens, padding among them
+        self._counts = torch.zeros(2, dtype=torch.long)  # label tokens, padding among the context tokens
+        self._context = 0  # context tokens
         self._waited, self._computed, self._steps = 0.0, 0.0, 0  # seconds, seconds, optimizer steps
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
@@ -47,19 +48,22 @@ class Throughput(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: dict, batch: ContextBatch, batch_index: int
     ) -> None:
         documents = batch["document_ids"]
-        # To the CPU: this waits until the device is done, as the seconds below want it.
-        labels, padding = torch.stack([outputs["num_labels"], (documents < 0).sum()]).tolist()
-        self._counts += torch.tensor([labels, documents.numel(), padding])
+        counts = torch.stack([outputs["num_labels"], (documents < 0).sum()])
+        self._counts = self._counts.to(counts.device) + counts
+        self._context += documents.numel()
+        ends_step = (batch_index + 1) % trainer.accumulate_grad_batches == 0
+        if ends_step:
+            self._counts = self._counts.cpu()  # waits until the device is done, as the seconds want it
         self._computed += time.perf_counter() - self._start
-        if (batch_index + 1) % trainer.accumulate_grad_batches:
+        if not ends_step:
             return
         self._steps += 1
         if trainer.global_step % trainer.log_every_n_steps == 0:
             self._log(trainer, pl_module)
 
     def _log(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        counts = trainer.strategy.reduce(self._counts.to(pl_module.device), reduce_op="sum")
-        labels, context, padding = counts.tolist()
+        counts = torch.tensor([*self._counts.tolist(), self._context], device=pl_module.device)
+        labels, padding, context = trainer.strategy.reduce(counts, reduce_op="sum").tolist()
         self.label_tokens += labels
         memory = trainer.strategy.reduce(_peak_memory(pl_module.device), reduce_op="max").tolist()
         seconds = self._waited + self._computed

@@ -1,6 +1,7 @@
 """The command line: typed functions become commands, with help from their docstrings and YAML by ``--config``."""
 
 import argparse
+import errno
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -133,8 +134,17 @@ def one_message(debug: bool = False) -> Iterator[None]:
     except (DFlashError, *FILE_ERRORS) as error:
         if debug:
             raise
-        Console(stderr=True).print(Text("error: ", style="bold red") + Text(str(error)), soft_wrap=True)
+        _tell(str(error))
         sys.exit(2)
+    except OSError as error:
+        if debug or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _tell(f"{error}. Free some space, and give the same command again: what was finished is kept.")
+        sys.exit(2)
+
+
+def _tell(message: str) -> None:
+    Console(stderr=True).print(Text("error: ", style="bold red") + Text(message), soft_wrap=True)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from dflash_lightning.durable import write_whole
 from dflash_lightning.progress import say
 from dflash_lightning.run_log import RunLog, read_run_log
 
-REPORT_FILE, SCALARS_FILE = "report.html", "scalars.csv"
+REPORT_FILE = "report.html"
 WARNINGS = "warnings/"
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1180px; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -34,8 +34,8 @@ td, th { vertical-align: top } pre { background: #f6f6f6; padding: 1rem; overflo
 def report(run: Path, output: Path | None = None) -> Path:
     """Make a page about a training from its logs: figures, curves, acceptance by slot, texts, settings.
 
-    The page needs no network and no other file. Beside it goes a table of all scalars, scalars.csv. `fit` makes both
-    when it ends, in its log folder.
+    The page needs no network and no other file. Beside it goes a table of all scalars, of the same name with .csv.
+    `fit` makes both when it ends, in its log folder.
 
     Args:
         run: folder of the run, or of its logs.
@@ -51,7 +51,7 @@ def report(run: Path, output: Path | None = None) -> Path:
     page = output or log.folder / REPORT_FILE
     page.parent.mkdir(parents=True, exist_ok=True)
     write_whole(page, report_page(log))
-    write_whole(page.parent / SCALARS_FILE, scalars_csv(log))
+    write_whole(page.with_suffix(".csv"), scalars_csv(log))
     say(str(page))
     return page
 
@@ -72,11 +72,7 @@ def report_page(log: RunLog) -> str:
         *(f'<div class="warning">{markdown_to_safe_html(text)}</div>' for text in warnings),
         _table(_summary(log)),
         *(f"<h2>{escape(title)}</h2>{_charts(log, charts)}" for title, charts in CHARTS.items()),
-        *(
-            f"<h2>latest decoding</h2>{_picture(png)}"
-            for name, png in log.images.items()
-            if name == "decode/acceptance_by_slot"
-        ),
+        *(f"<h2>latest decoding</h2>{_picture(png)}" for png in [log.images.get("decode/acceptance_by_slot")] if png),
         *(
             f"<h2>{title}</h2>{markdown_to_safe_html(log.texts[name])}"
             for name, title in (

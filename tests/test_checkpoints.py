@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from callbacks.export import ExportDrafter
+from callbacks.export import ExportDrafter, _out_of_the_way
 from dflash_lightning.config import DrafterSettings
 from dflash_lightning.errors import CheckpointError, ConfigError, ExportError
 from dflash_lightning.export import load_drafter, tensor_shapes
@@ -176,6 +176,26 @@ def test_training_ends_with_exported_folders(llama_folder, tmp_path, process_gro
         assert torch.equal(
             load_drafter(folder, dtype=torch.bfloat16).norm.weight, module.drafter.norm.weight.bfloat16()
         )
+
+
+def test_an_export_that_fails_gives_the_former_one_back(tmp_path):
+    folders = [tmp_path / "zlab", tmp_path / "transformers"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "old").touch()
+
+    def export_in_vain():
+        with _out_of_the_way(folders):
+            assert not any(folder.exists() for folder in folders)
+            raise ExportError("no space")
+
+    with pytest.raises(ExportError, match="no space"):
+        export_in_vain()
+    assert all((folder / "old").exists() for folder in folders)
+    with _out_of_the_way(folders):
+        folders[0].mkdir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["zlab"]
+    assert not (folders[0] / "old").exists()
 
 
 def test_a_full_export_folder_is_refused_before_the_first_step(llama_folder, tmp_path):

@@ -74,6 +74,11 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(there), f"{target}#{anchor}"
 
 
+def test_every_page_is_linked_from_another():
+    linked = {(page.parent / target).resolve() for page in PAGES for target, _ in LINK.findall(page.read_text())}
+    assert set(PAGES[1:]) <= linked
+
+
 def test_the_reference_is_what_the_code_says():
     spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs" / "make_reference.py")
     module = importlib.util.module_from_spec(spec)

@@ -165,9 +165,11 @@ def test_ctrl_c_ends_the_chat_with_its_figures(command, capsys, monkeypatch):
 
     monkeypatch.setattr(generate_module, "speculative_decode", interrupted)
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\nthree\n"))
-    run([*command, "--skip-plain"])
+    run(command)
     assert len(calls) == 2
-    assert f"{LIMIT} tokens, " in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"{LIMIT} tokens, " in told
+    assert "text equal to plain greedy" in told  # of the answer that came to its end
 
 
 @pytest.mark.slow

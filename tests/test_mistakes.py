@@ -1,5 +1,6 @@
 """The most likely mistakes, each made on the command line: one clear message, no traceback."""
 
+import errno
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from fit_helpers import checkpoints, fit_config
 from helpers import load_tiny, make_drafter
 from training_helpers import random_sample, write_cache
 
+from dflash_lightning import cli
 from dflash_lightning.cli import main
 from dflash_lightning.errors import TargetError
 from dflash_lightning.export import export_drafter
@@ -150,6 +152,17 @@ def test_a_port_in_use_is_one_message(made):
     assert found.returncode == 2, found.stderr
     assert "is in use" in found.stderr
     assert "Traceback" not in found.stderr
+
+
+def test_a_full_disk_is_one_message(monkeypatch, capsys):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device", "out.json")
+
+    monkeypatch.setattr(cli, "run", full)
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert "No space left on device: 'out.json'. Free some space" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("process_group")

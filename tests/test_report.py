@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from torch.utils.tensorboard import SummaryWriter
 
 from dflash_lightning.cli import run
@@ -72,9 +73,21 @@ def test_the_page_tells_what_was_logged_and_loads_nothing(logged, capsys):
 
 def test_the_table_beside_it_holds_every_scalar(logged):
     run(["report", str(logged), "--output", str(logged / "out" / "page.html")])
-    rows = list(csv.DictReader(io.StringIO((logged / "out" / "scalars.csv").read_text())))
+    rows = list(csv.DictReader(io.StringIO((logged / "out" / "page.csv").read_text())))
     assert len(rows) == 6 * len(TAUS)
     assert {int(row["step"]): float(row["value"]) for row in rows if row["name"] == "decode/tau"} == TAUS
+
+
+def test_a_start_anew_in_the_same_folder_takes_back_what_was_told_before(logged):
+    with SummaryWriter(str(logged / "logs"), filename_suffix=".later") as writer:
+        writer.file_writer.add_event(Event(step=0, session_log=SessionLog(status=SessionLog.START)))
+        for value in (2.0, 1.5):  # once more at the same step, as after a resume
+            writer.add_scalar("train/loss", value, 4)
+    log = read_run_log(logged)
+    assert log.scalars["train/loss"] == [(4, 1.5)]
+    assert (log.scalars["decode/tau"], log.texts, log.images) == ([], {}, {})
+    run(["report", str(logged)])
+    assert "no token was accepted" not in (logged / "logs" / "report.html").read_text()
 
 
 def test_a_run_without_any_decoding_has_a_page(tmp_path):

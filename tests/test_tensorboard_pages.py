@@ -28,8 +28,7 @@ def test_all_charts_are_there_with_their_curves_and_fit_on_one_screen(page):
         card = f"{CARDS}.find(card => card.title == {title!r})"
         curves = len(chart.margin.series) or sum("muon" not in tag for tag in chart.multiline.tag)
         # What the legend lists has been fetched and drawn.
-        drawn = opened.wait_for(f"{card} && Object.keys({card}._nameToDataSeries).length")
-        assert drawn == curves, title
+        opened.wait_for(f"{card} && Object.keys({card}._nameToDataSeries).length == {curves}")
     # The first row begins with tau; a category's charts of this kind are shown in reverse order.
     places = opened.ask(f"Object.fromEntries({CARDS}.map(card => [card.title, card.getBoundingClientRect()]))")
     first = min(places, key=lambda title: (places[title]["top"], places[title]["left"]))

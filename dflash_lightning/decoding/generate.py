@@ -61,6 +61,7 @@ def generate(
     stdout, stderr = Console(), Console(stderr=True, highlight=False)
     messages: list[dict[str, str]] = []
     runs: list[Generation] = []
+    answered: list[int] = []  # the prompt of the latest run
     try:
         for turn in _turns(prompt, chat, stderr):
             messages.append({"role": "user", "content": turn})
@@ -68,6 +69,7 @@ def generate(
             token_ids = prompt_token_ids(row, tokenizer, thinking)
             printer = SpanPrinter(tokenizer, stdout)
             runs.append(speculative_decode(model, draft_model, token_ids, on_commit=printer.add, **limits))
+            answered = token_ids
             messages.append({"role": "assistant", "content": printer.end()})
             stdout.print()
             _tell_cut(model, token_ids, runs[-1], limits, stderr)
@@ -77,8 +79,8 @@ def generate(
         if runs:
             _report(runs, stderr)
     if runs and not skip_plain:
-        plain = plain_decode(model, token_ids, **limits)
-        _compare(model, token_ids, runs[-1], plain, greedy=not sampling.get("temperature"), console=stderr)
+        plain = plain_decode(model, answered, **limits)
+        _compare(model, answered, runs[-1], plain, greedy=not sampling.get("temperature"), console=stderr)
 
 
 def _turns(prompt: str | None, chat: bool, console: Console) -> Iterator[str]:

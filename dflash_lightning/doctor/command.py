@@ -26,7 +26,7 @@ def doctor(
     """Look at packages, machine, and the parts of a run that are given, and say what would go wrong and what to do.
 
     A line for each check: ok; doubtful, where it may work, but slowly or not for long; fails, where a run would end.
-    The exit code is 1 if anything fails, else 0. Nothing is written.
+    The exit code is 1 if anything fails, else 0. Nothing is written; a target from the hub is downloaded.
 
     Args:
         target: folder, hub name or .gguf file of a target: is it loaded, and does it answer?

@@ -59,7 +59,16 @@ def check_accelerators() -> Verdict:
     shown = ", ".join(f"{gpu.name} with {gpu.total_memory / GIB:.0f} GiB" for gpu in names)
     factors = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     for number in range(count):
-        product = (factors[0].to(f"cuda:{number}") @ factors[1].to(f"cuda:{number}")).cpu()
+        try:
+            product = (factors[0].to(f"cuda:{number}") @ factors[1].to(f"cuda:{number}")).cpu()
+        except RuntimeError as error:  # an older driver, no kernels for it, taken by another process
+            reason = str(error).splitlines()[0]
+            return Verdict(
+                "accelerators",
+                "fails",
+                f"{shown}; cuda:{number} can't compute: {reason}",
+                "`nvidia-smi` shows its driver and who uses it; torch must be built for it.",
+            )
         if not torch.allclose(product.float(), (factors[0] @ factors[1]).float(), atol=0.25):
             return Verdict(
                 "accelerators",

@@ -27,7 +27,7 @@ from dflash_lightning.prompts.rows import PromptRow, prompt_token_ids
 from dflash_lightning.target import load_target, load_tokenizer, stop_token_ids, target_identity
 from dflash_lightning.training.fit import FitCLI, fit
 from dflash_lightning.training.module import DFlashModule
-from dflash_lightning.training.trainer_checks import check_trainer
+from dflash_lightning.training.trainer_checks import check_settings
 
 NEW_TOKENS = 16
 # Of a checkpoint, for each weight: bfloat16, and in float32 the master and AdamW's two moments.
@@ -42,6 +42,13 @@ def told(subject: str, check: Callable[..., Verdict], *arguments: Any) -> Verdic
         return check(*arguments)
     except DFlashError as error:
         return Verdict(subject, "fails", str(error))
+    except torch.OutOfMemoryError as error:
+        return Verdict(
+            subject,
+            "fails",
+            str(error).splitlines()[0],
+            "Spread the target (`target_on: device_map` of DecodedAcceptance, `--device-map auto` of capture).",
+        )
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,7 @@ class Parts:
 
         class LooksInsteadOfTraining(FitCLI):
             def fit(self, model: DFlashModule, datamodule: FeatureCacheDataModule) -> None:
-                check_trainer(self.trainer)
+                check_settings(self.trainer)
                 model.optimizer_settings.check_trainer(self.trainer)
                 self.trainer.strategy.connect(model)
                 datamodule.trainer = self.trainer
@@ -170,9 +177,17 @@ def _room_for_checkpoints(model: DFlashModule, trainer: L.Trainer) -> Verdict:
         weights = sum(parameter.numel() for parameter in Drafter(model.drafter_config).parameters())
     savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
     # One more than is kept: the old one goes when the new one is there.
-    kept = sum(max(saver.save_top_k, 1) for saver in savers) + 1
+    kept = sum(max(saver.save_top_k, 1) + bool(saver.save_last) for saver in savers) + 1
     folder = Path(next((saver.dirpath for saver in savers if saver.dirpath), trainer.default_root_dir))
     needed, free = kept * weights * BYTES_PER_WEIGHT, free_disk(folder)
+    if any(saver.save_top_k == -1 for saver in savers):
+        return Verdict(
+            "checkpoints",
+            "doubtful",
+            f"save_top_k -1 keeps every checkpoint, {decimal(weights * BYTES_PER_WEIGHT)} each; {decimal(free)} are "
+            f"free for {folder}",
+            "Set save_top_k to how many are wanted.",
+        )
     found = (
         f"{weights:,} weights; up to {kept} checkpoints take {decimal(needed)}, {decimal(free)} are free for {folder}"
     )

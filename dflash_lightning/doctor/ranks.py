@@ -19,7 +19,7 @@ PATIENCE = timedelta(seconds=120)
 ADVICE = {
     "gloo": "gloo listens on the address of this machine's own name: `getent hosts $(hostname)` should give one that "
     "it has. A line `127.0.0.1 NAME` in /etc/hosts helps, or the variable GLOO_SOCKET_IFNAME=lo for one machine.",
-    "nccl": "start again with NCCL_DEBUG=INFO, which says how far it came; in a container, --ipc host and --shm-size.",
+    "nccl": "in a container, --ipc host and --shm-size; `NCCL_DEBUG=INFO` makes a training say how far NCCL came.",
 }
 
 
@@ -46,12 +46,14 @@ def add_up(backend: str, ranks: int) -> Verdict:
         except subprocess.TimeoutExpired:
             process.kill()
             outputs.append((process.communicate()[0], f"no answer within {PATIENCE.total_seconds():.0f} seconds"))
-    sums = [output.strip() for output, _ in outputs]
+    # NCCL logs to stdout as well.
+    sums = [next(reversed(output.split()), "") for output, _ in outputs]
     expected = sum(range(1, ranks + 1))
     if sums == [str(expected)] * ranks:
         seconds = time.perf_counter() - start
         return Verdict(backend, "ok", f"{ranks} processes summed their numbers over loopback in {seconds:.1f} s")
-    said = next((error.strip().splitlines()[-1] for _, error in outputs if error.strip()), f"sums {sums}")
+    failed = [error for process, (_, error) in zip(processes, outputs, strict=True) if process.returncode]
+    said = next((error.strip().splitlines()[-1] for error in failed if error.strip()), f"sums {sums}")
     return Verdict(
         backend, "fails", f"{ranks} processes couldn't sum their numbers over loopback: {said}", ADVICE[backend]
     )

@@ -139,7 +139,7 @@ def later_slot_above_earlier(correct: Tensor, supervised: Tensor) -> FaultSign |
     Args:
         correct, supervised: [B] right labels and labels of each slot.
     """
-    right, labels = correct.double(), supervised.double()
+    right, labels = correct.cpu().double(), supervised.cpu().double()
     worst: tuple[float, int, int] | None = None
     for later in range(2, len(labels)):
         for earlier in range(1, later):

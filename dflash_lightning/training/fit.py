@@ -72,13 +72,12 @@ class FitCLI(LightningCLI):
             rank_zero_info(start.message)
         if start.checkpoint is not None:
             check_same_run(start.checkpoint, model.making(), self.trainer)
-            if start.step >= self.trainer.max_steps:
+            if 0 < self.trainer.max_steps <= start.step:
                 rank_zero_info(f"nothing is left to train: trainer.max_steps is {self.trainer.max_steps}")
         settings = self._parser("fit").dump(self.config["fit"])
         self.trainer.callbacks += [OneStart(start), WatchForFaults(), TensorBoardPages(settings, start.step)]
         self.trainer.fit(model, datamodule=datamodule, ckpt_path=start.checkpoint)
         for writer in tensorboard_writers(self.trainer):
-            writer.flush()
             report(Path(writer.log_dir))
 
 
@@ -105,6 +104,8 @@ def fit(arguments: Sequence[str], cli: type[FitCLI] | None = None) -> FitCLI:
                 parser_kwargs={"exit_on_error": False, "fit": {"prog": program, "exit_on_error": False}},
                 auto_configure_optimizers=False,
             )
+    except DFlashError:
+        raise
     except (ValueError, MisconfigurationException, FileNotFoundError) as error:
         if mistake := _users_mistake(error):
             raise mistake from error

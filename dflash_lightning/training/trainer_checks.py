@@ -17,6 +17,12 @@ def check_trainer(trainer: L.Trainer) -> None:
     Raises:
         ConfigError: with what to set instead.
     """
+    check_settings(trainer)
+    _check_world(trainer)
+
+
+def check_settings(trainer: L.Trainer) -> None:
+    """The part of `check_trainer` that doesn't depend on how this process was started."""
     if trainer.accumulate_grad_batches < 1:
         raise ConfigError(
             f"trainer.accumulate_grad_batches is {trainer.accumulate_grad_batches}; expected 1 or more micro-batches "
@@ -24,7 +30,6 @@ def check_trainer(trainer: L.Trainer) -> None:
         )
     _check_strategy(trainer)
     _check_precision(trainer)
-    _check_world(trainer)
 
 
 def _check_strategy(trainer: L.Trainer) -> None:
