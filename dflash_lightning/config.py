@@ -134,6 +134,10 @@ class DrafterConfig:
                 "(types that depend on the sequence length would differ between training and decoding)."
             )
 
+        theta = self.rope_parameters.get("rope_theta")
+        if not isinstance(theta, int | float) or not theta > 0:
+            raise ConfigError(f"rope_theta is {theta!r}; expected a positive number among the rotary parameters.")
+
     @property
     def feature_size(self) -> int:
         """Width of a token's context features: tapped layers x hidden size (the input of ``fc``)."""

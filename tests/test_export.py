@@ -289,3 +289,20 @@ def test_the_command_refuses_before_it_writes(drafter, qwen3_folder, llama_folde
     assert [path.name for path in output.iterdir()] == ["transformers"]
     with pytest.raises(ConfigError):
         DrafterConfig.from_dict({**drafter.config.to_dict(), "mask_token_id": 272})
+
+
+def test_two_block_sizes_that_differ_are_refused(drafter, tmp_path):
+    folder = export_drafter(drafter.state_dict(), drafter.config, tmp_path / "zlab", tokens=TOKENS)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "block_size": 8}))
+    with pytest.raises(ExportError, match=r"block_size is 8 in its config\.json, and 4 in dflash_config"):
+        read_drafter(folder)
+
+
+def test_a_folder_without_a_rope_theta_is_refused(drafter, tmp_path):
+    folder = export_drafter(drafter.state_dict(), drafter.config, tmp_path / "zlab", tokens=TOKENS)
+    values = json.loads((folder / "config.json").read_text())
+    del values["rope_theta"], values["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ExportError, match="rope_theta is None; expected a positive number"):
+        read_drafter(folder)

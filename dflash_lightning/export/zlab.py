@@ -3,6 +3,7 @@
 from typing import Any
 
 from dflash_lightning.config import DrafterConfig
+from dflash_lightning.errors import ExportError
 from dflash_lightning.export.format import (
     ConfigJson,
     Format,
@@ -74,6 +75,11 @@ def _rope(values: ConfigJson) -> dict[str, Any]:
 def _read_config(values: ConfigJson) -> tuple[DrafterConfig, TokenIds]:
     # The block size may stand at the top only.
     dflash = {**({"block_size": values["block_size"]} if "block_size" in values else {}), **values["dflash_config"]}
+    if values.get("block_size", dflash.get("block_size")) != dflash.get("block_size"):
+        raise ExportError(
+            f"block_size is {values['block_size']!r} in its config.json, and {dflash['block_size']!r} in dflash_config "
+            "there; servers read one or the other. Set both to the same."
+        )
     return drafter_config(values, _rope(values), dflash), token_ids(values)
 
 

@@ -77,8 +77,17 @@ class FitCLI(LightningCLI):
         settings = self._parser("fit").dump(self.config["fit"])
         self.trainer.callbacks += [OneStart(start), WatchForFaults(), TensorBoardPages(settings, start.step)]
         self.trainer.fit(model, datamodule=datamodule, ckpt_path=start.checkpoint)
+        self._tell_best()
         for writer in tensorboard_writers(self.trainer):
             report(Path(writer.log_dir))
+
+    def _tell_best(self) -> None:
+        """Name the checkpoint to go on with: the first ModelCheckpoint's best."""
+        saver = self.trainer.checkpoint_callback
+        if saver is not None and saver.best_model_path:
+            rank_zero_info(
+                f"best checkpoint: {saver.best_model_path}, for `evaluate --drafter` and `export --checkpoint`"
+            )
 
 
 def fit(arguments: Sequence[str], cli: type[FitCLI] | None = None) -> FitCLI:
