@@ -178,7 +178,7 @@ def test_settings_that_greedy_decoding_would_ignore_are_refused():
     for ignored, named in (
         ({"top_p": 0.9}, r"top_p 0\.9"),
         ({"top_k": 5}, "top_k 5"),
-        ({"proposals": "sampled"}, "s sam"),
+        ({"proposals": "argmax"}, "s arg"),
     ):
         with pytest.raises(ConfigError, match=f"{named}.* would have no effect"):
             make_scheme(**ignored)

@@ -165,7 +165,7 @@ def make_scheme(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float = 1.0,
-    proposals: Proposals = "argmax",
+    proposals: Proposals = "sampled",
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Scheme:
@@ -175,7 +175,8 @@ def make_scheme(
         temperature: 0 takes the most likely token (greedy); above it, texts are sampled.
         top_k: sample from the k most likely tokens only.
         top_p: sample from the smallest set of most likely tokens that has this probability.
-        proposals: what the drafter proposes when sampling: its most likely tokens, or a sample.
+        proposals: what the drafter proposes when sampling: its most likely tokens, or a sample, of which more were
+            accepted (docs/decoding.md).
         seed: of the random numbers.
         device: where they are drawn.
 
@@ -183,7 +184,7 @@ def make_scheme(
         ConfigError: a setting out of range, or one that greedy decoding would ignore.
     """
     if temperature == 0:
-        if top_k is not None or top_p != 1 or proposals != "argmax":
+        if top_k is not None or top_p != 1 or proposals != "sampled":
             raise ConfigError(
                 f"temperature is 0, which takes the most likely token: top_k {top_k}, top_p {top_p} and proposals "
                 f"{proposals} would have no effect. Give a temperature above 0, or leave them out."
