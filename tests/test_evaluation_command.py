@@ -16,6 +16,7 @@ from dflash_lightning.decoding.decode import plain_decode
 from dflash_lightning.errors import ConfigError, DataError
 from dflash_lightning.evaluation import job as evaluation_job
 from dflash_lightning.evaluation.command import evaluate, journal_folder
+from dflash_lightning.export import export, read_drafter
 from dflash_lightning.target import load_tokenizer
 
 TIMES = ("tokens_per_second", "baseline_tokens_per_second", "speedup", "seconds_to_first_token")
@@ -86,6 +87,8 @@ def test_each_turn_follows_the_reply_to_the_one_before(llama_folder, settings, t
     assert (report["prompts"], report["texts"], report["prompt_set"]) == (4, 8, "few.jsonl")
     assert report["lossless"] == {"prompts": 4, "identical": 4, "ties": 0, "differing": 0}
     assert sum(report["histogram"].values()) == report["rounds"] == sum(len(text["committed"]) for text in found)
+    [folder] = export(settings["drafter"], tmp_path, "zlab", evaluations=[tmp_path / "report.json"], verify=False)
+    assert read_drafter(folder).provenance.evaluations == [{**report, "prompt_set": "report"}]
 
 
 def test_sampled_texts_follow_from_seed_and_prompt_alone(settings, tmp_path):
@@ -134,6 +137,8 @@ def test_other_work_is_refused_by_field_and_the_same_is_not_done_again(
     ("change", "message"),
     [
         ({"top_k": 3}, "temperature is 0"),
+        ({"seed": -1}, "seed is -1"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; expected at least 1"),
         ({"plot": Path("x.bmp")}, r"plot is x\.bmp; expected a name that ends with \.png"),
         (
             {"max_new_tokens": 250},
@@ -145,6 +150,14 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_loaded(settings,
     monkeypatch.setattr(evaluation_job, "load_target", None)
     with pytest.raises(ConfigError, match=message):
         evaluate(**{**settings, **change})
+
+
+def test_a_bad_family_is_refused_before_any_work_and_leaves_no_report(settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation_job, "load_target", None)
+    prompts = write_rows(tmp_path / "bad.jsonl", [{"prompt": "Hi", "family": 3}])
+    with pytest.raises(DataError, match="line 1: `family` is 3, expected text"):
+        evaluate(**{**settings, "prompts": str(prompts)}, json=tmp_path / "report.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.jsonl"]
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from dflash_lightning.export import (
     parse_formats,
     read_drafter,
 )
+from dflash_lightning.export import folder as folder_module
 from dflash_lightning.rope import RotaryEmbedding
 
 FILES = ["README.md", "config.json", "dflash_lightning.json", "model.safetensors"]
@@ -172,6 +173,63 @@ def test_an_interrupted_export_never_looks_finished(drafter, tmp_path, monkeypat
     monkeypatch.undo()
     write(drafter, folder)
     assert load_drafter(folder, dtype=torch.float32).config == drafter.config
+
+
+@pytest.mark.parametrize("step", ["sync_tree", "sync_folder"])
+def test_folders_take_their_names_all_or_none(drafter, qwen3_folder, tmp_path, monkeypatch, step):
+    save_checkpoint(tmp_path / "best.ckpt", drafter, qwen3_folder)
+    original, calls = getattr(folder_module, step), []
+
+    def fail(path):
+        calls.append(path)
+        if len(calls) == 2:
+            raise OSError(5, "Input/output error")
+        original(path)
+
+    monkeypatch.setattr(folder_module, step, fail)
+    with pytest.raises(ExportError, match="Input/output error"):
+        export(tmp_path / "best.ckpt", tmp_path / "out", verify=False)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_values_that_the_data_type_has_no_room_for_are_refused(drafter, tmp_path):
+    weights = {**drafter.state_dict(), "norm.weight": torch.full_like(drafter.norm.weight, 1e5)}
+    with pytest.raises(ExportError, match=r"In float16 these tensors hold NaN or infinity: norm\.weight\. Export in"):
+        export_drafter(weights, drafter.config, tmp_path / "out", tokens=TOKENS, dtype=torch.float16)
+    verifier = random_verifier(drafter.config)
+    verifier = replace(verifier, head=torch.full_like(verifier.head, 1e5))
+    with pytest.raises(ExportError, match=r"In float16 .*: lm_head\.weight"):
+        write(drafter, tmp_path / "out", "speculators", dtype=torch.float16, verifier=verifier)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_target_without_an_end_token_is_written(drafter, tmp_path):
+    folder = write(drafter, tmp_path / "out", "transformers", tokens=TokenIds(bos=1, eos=[]))
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] is None
+
+
+def test_reports_go_by_their_files_names_and_belong_to_the_drafter(drafter, qwen3_folder, tmp_path):
+    checkpoint, report = tmp_path / "best.ckpt", tmp_path / "held-out.json"
+    save_checkpoint(checkpoint, drafter, qwen3_folder)
+    target = {"name": "qwen3", "weights_sha256": read_drafter(checkpoint).provenance.target.weights_sha256}
+    told = {**drafter.config.to_dict(), "weights_sha256": "of another dtype"}
+    figures = {"tau": 2.0, "prompts": 4, "prompt_set": "p.jsonl", "target": target, "drafter": told}
+    report.write_text(json.dumps(figures))
+    [folder] = export(checkpoint, tmp_path / "one", "zlab", evaluations=[report], verify=False)
+    report.write_text(json.dumps({**figures, "tau": 3.0}))
+    [folder] = export(folder, tmp_path / "two", "zlab", evaluations=[report], verify=False)
+    found = read_drafter(folder).provenance.evaluations
+    assert [(entry["prompt_set"], entry["tau"]) for entry in found] == [("held-out", 3.0)]
+    for wrong, message in (
+        ({"target": {**target, "weights_sha256": "0"}}, "is of the target qwen3, the drafter's is qwen3, of other"),
+        ({"drafter": {**told, "block_size": 5}}, "is of another drafter: block_size is 5, here 4"),
+    ):
+        report.write_text(json.dumps({**figures, **wrong}))
+        with pytest.raises(ExportError, match=message):
+            export(checkpoint, tmp_path / "three", evaluations=[report], verify=False)
+    report.write_text("{")
+    with pytest.raises(ExportError, match=r"not valid JSON .* Run `evaluate` again"):
+        export(checkpoint, tmp_path / "three", evaluations=[report], verify=False)
 
 
 def test_nothing_is_overwritten(drafter, tmp_path):

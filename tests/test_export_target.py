@@ -1,5 +1,6 @@
 """A drafter and its target belong together: every command refuses the one with another."""
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -63,3 +64,13 @@ def test_another_fingerprint_is_refused_by_every_command(llama_folder, tuned_fol
             USES[command](drafter, target, prompts_file.parent)
     (folder / "dflash_lightning.json").unlink()
     assert read_drafter(folder, target).provenance is None
+
+
+def test_a_mask_token_that_ends_answers_is_refused(llama_folder, tmp_path):
+    drafter, target = make_drafter(load_tiny(llama_folder)), tmp_path / "target"
+    folder = export_drafter(drafter.state_dict(), drafter.config, tmp_path / "out", tokens=TOKENS)
+    shutil.copytree(llama_folder, target)
+    read_drafter(folder, str(target))
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
+    with pytest.raises(ExportError, match="mask token 3 ends the target's answers"):
+        read_drafter(folder, str(target))

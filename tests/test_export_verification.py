@@ -220,3 +220,13 @@ def test_a_drafter_that_transformers_has_not_is_verified_by_our_decoder(llama_fo
     [folder] = export(tmp_path / "best.ckpt", tmp_path, "zlab")
     assert told(folder)["transformers_tau"] is None
     assert "our decoder (transformers has no drafter that rotates a part" in (folder / "README.md").read_text()
+
+
+def test_hidden_states_that_are_no_numbers_are_refused(known, tmp_path, monkeypatch):
+    decode = verification._decode
+    monkeypatch.setattr(
+        verification, "_decode", lambda *given: replace(decode(*given), differences=[0.0, float("nan")])
+    )
+    with pytest.raises(ExportError, match=r"\(round 2\) the drafter's hidden states of the block differ by nan"):
+        export(known.checkpoint, tmp_path, "zlab")
+    assert left(tmp_path) == []

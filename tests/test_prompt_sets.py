@@ -131,6 +131,11 @@ def test_a_set_that_is_not_there_names_the_ways_to_get_it(tmp_path, monkeypatch)
         ("gsm9k", "gsm9k: no such file. Expected a JSONL file .*, or one of gsm8k, math500"),
         (f"mbpp={tmp_path / 'absent.json'}", "no such file"),
         (f"math500={other}", r"row 1: no problem; the keys are text\."),
+        (
+            f"gsm8k={write_copy(tmp_path, 'jsonl.gz', [{'question': None}])}",
+            "`question` is a NoneType, expected",
+        ),
+        (f"mbpp={other}", r"1 of 1 rows are outside the test split.*\nWays to get it"),
         (f"mt-bench={broken}", "can't be read as parquet"),
         (f"humaneval={write_copy(tmp_path, 'json', ['a'])}", "expected a JSON object for each prompt"),
     ):

@@ -21,7 +21,7 @@ from dflash_lightning.training.checkpoints import read_training_checkpoint
 
 PROMPTS = [{"id": f"p{i}", "family": "ab"[i % 2], "prompt": f"say {i * 7} please"} for i in range(24)]
 VALIDATION_KEYS = {
-    *("tau", "tau_low", "tau_high", "tau_before", "teacher_forced_tau", "rounds", "prompts", "by_family"),
+    *("tau", "tau_low", "tau_high", "target", "drafter", "teacher_forced_tau", "rounds", "prompts", "by_family"),
     *("tokens_per_second", "baseline_tokens_per_second", "speedup", "histogram", "lossless"),
     *("tau_mean", "tau_mean_low", "tau_mean_high", "texts", "mask_token_prompts", "prompt_set", "settings"),
     *("acceptance_by_slot", "conditional_acceptance_by_slot", "teacher_forced_histogram"),

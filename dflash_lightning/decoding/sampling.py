@@ -181,8 +181,11 @@ def make_scheme(
         device: where they are drawn.
 
     Raises:
-        ConfigError: a setting out of range, or one that greedy decoding would ignore.
+        ConfigError: a setting out of range, or one that greedy decoding would ignore; but for the seed, which it
+            accepts.
     """
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"seed is {seed}; expected 0 to 2**63 - 1.")
     if temperature == 0:
         if top_k is not None or top_p != 1 or proposals != "sampled":
             raise ConfigError(
@@ -190,7 +193,5 @@ def make_scheme(
                 f"{proposals} would have no effect. Give a temperature above 0, or leave them out."
             )
         return Greedy()
-    if not 0 <= seed < 2**63:
-        raise ConfigError(f"seed is {seed}; expected 0 to 2**63 - 1.")
     kind = {"argmax": ArgmaxProposals, "sampled": SampledProposals}[proposals]
     return kind(Sampling(temperature, top_k, top_p), torch.Generator(device).manual_seed(seed))

@@ -4,6 +4,7 @@ import json as json_format
 from datetime import timedelta
 from inspect import signature
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, Literal
 
 import torch
@@ -56,7 +57,10 @@ def check_outputs(json: Path | None, plot: Path | None) -> None:
         raise ConfigError(f"plot is {plot}; expected a name that ends with {', '.join(PLOT_SUFFIXES)}.")
     for path in filter(None, (json, plot)):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
+        if path.exists():
+            path.open("a").close()
+        else:
+            NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.").close()
 
 
 def evaluate(
@@ -127,8 +131,8 @@ def evaluate(
         draft_model.config.block_size,
         baseline_tokens_per_second=plain_speed,
     )
-    # Known where the drafter was trained, not here; the key keeps reports of both places alike.
-    report |= {"tau_before": None, "prompt_set": prompt_set, "settings": job.settings}
+    work = job.work()
+    report |= {"prompt_set": prompt_set, **{name: work[name] for name in ("settings", "target", "drafter")}}
     if json is not None:
         write_whole(json, json_format.dumps(report, indent=2) + "\n")
     if plot is not None:

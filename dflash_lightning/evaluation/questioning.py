@@ -13,7 +13,7 @@ from dflash_lightning.decoding.sampling import Scheme, make_scheme
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import ConfigError
 from dflash_lightning.evaluation.prompt_results import Prompt, PromptResult, evaluate_prompt
-from dflash_lightning.prompts.rows import PromptRow, prompt_token_ids
+from dflash_lightning.prompts.rows import PromptRow
 
 # Decoded first and not measured: what a first forward sets up is no part of a text's time.
 WARM_UP_TOKENS = 8
@@ -74,14 +74,18 @@ class Questioning:
         """Refuse prompts that may leave the target no position for an answer, and turns that its template rejects.
 
         Raises:
-            ConfigError: naming the prompt and how many tokens it may have before its last answer.
+            ConfigError: naming the prompt and how many tokens it may have before its last answer; or max_new_tokens is
+                below 1.
+            DataError: a prompt is malformed.
         """
+        if self.limits["max_new_tokens"] < 1:
+            raise ConfigError(f"max_new_tokens is {self.limits['max_new_tokens']}; expected at least 1.")
         for row in rows:
             last = row
             while last.follow_ups:
                 last = last.answered("-")
             replies = len(row.follow_ups) * self.limits["max_new_tokens"]
-            needed = len(prompt_token_ids(last, self.tokenizer, self.thinking)) + replies
+            needed = len(self.prompt(last).token_ids) + replies
             if needed >= positions:
                 raise ConfigError(
                     f"{row.place}: {1 + len(row.follow_ups)} turns with max_new_tokens "

@@ -1,6 +1,6 @@
 """The command `export`."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -8,12 +8,13 @@ from typing import Any, Literal
 import torch
 
 from dflash_lightning.cache import CacheManifest, open_store
+from dflash_lightning.config import DrafterConfig
 from dflash_lightning.devices import resolve_device
 from dflash_lightning.errors import ConfigError, DataError, ExportError
 from dflash_lightning.export.card import Provenance
 from dflash_lightning.export.folder import check_free, export_formats, parse_formats
-from dflash_lightning.export.format import TokenIds, Verifier
-from dflash_lightning.export.loading import check_fits_target, read_drafter, read_json
+from dflash_lightning.export.format import TokenIds, Verifier, rope_parameters
+from dflash_lightning.export.loading import DrafterSource, check_fits_target, read_drafter, read_json
 from dflash_lightning.export.verification import VerificationSettings, verify_folders, why_not
 from dflash_lightning.progress import say
 from dflash_lightning.target import load_tables, target_text_config
@@ -55,7 +56,7 @@ def export(
         cache: Folder or URL of the feature cache that the drafter was trained on; its generation settings go into the
             model card.
         evaluations: JSON files that `evaluate` wrote for this drafter; their figures go into the model card, each
-            under its file's name.
+            under its file's name, in place of an earlier entry of that name.
         verify: Decode before the export is called good. Default: if the target is known and fits the memory in float32.
         prompts: JSONL file of prompts to verify with, or a data set; as in prepare. Default: three short ones.
         max_new_tokens: Length limit of each text that is decoded to verify.
@@ -80,7 +81,7 @@ def export(
         target = source.target_path
         check_fits_target(source, target)
     exported_dtype = getattr(torch, dtype) if dtype else torch.bfloat16 if source.form is None else source.dtype
-    provenance = _complete(source.provenance, cache, evaluations or [])
+    provenance = _complete(source, cache, evaluations or [])
     where = resolve_device(device)
     reason = "--verify is false" if verify is False else why_not(target, where, source.config)
     if reason and verify:
@@ -119,8 +120,9 @@ def _verifier(target: str, dtype: torch.dtype) -> Verifier:
     return Verifier(files.name if files.revision else None, tuple(architectures), *load_tables(target, dtype=dtype))
 
 
-def _complete(provenance: Provenance | None, cache: str | None, evaluations: list[Path]) -> Provenance | None:
+def _complete(source: DrafterSource, cache: str | None, evaluations: list[Path]) -> Provenance | None:
     """Add what the checkpoint doesn't know."""
+    provenance = source.provenance
     if provenance is None:
         if cache or evaluations:
             raise ExportError("The drafter has no dflash_lightning.json; leave out --cache and --evaluations.")
@@ -133,11 +135,32 @@ def _complete(provenance: Provenance | None, cache: str | None, evaluations: lis
                 ". Give the cache that the drafter was trained on."
             )
         provenance = replace(provenance, generation=manifest.generation)
-    return replace(provenance, evaluations=[*provenance.evaluations, *map(_evaluation, evaluations)])
+    entries = {entry["prompt_set"]: entry for entry in provenance.evaluations}
+    entries |= {path.stem: _evaluation(path, source.config, provenance) for path in map(Path, evaluations)}
+    return replace(provenance, evaluations=list(entries.values()))
 
 
-def _evaluation(path: Path) -> dict[str, Any]:
-    report = read_json(path)
+def _evaluation(path: Path, config: DrafterConfig, provenance: Provenance) -> dict[str, Any]:
+    """The report at ``path``, under its file's name.
+
+    The weights' hash isn't compared: it is of the evaluation's dtype, which need not be the one that is read here.
+    """
+    report = read_json(path, "Run `evaluate` again.")
     if missing := [key for key in ("tau", "prompts") if report.get(key) is None]:
         raise DataError(f"{path} has no {' and no '.join(missing)}; expected a JSON file that `evaluate` wrote.")
-    return {"prompt_set": Path(path).stem, **report}
+    if "target" in report and report["target"]["weights_sha256"] != provenance.target.weights_sha256:
+        raise ExportError(
+            f"{path} is of the target {report['target']['name']}, the drafter's is {provenance.target.name}, of other "
+            "weights. Give reports of this drafter with its own target."
+        )
+    if "drafter" in report:
+        described = {key: value for key, value in report["drafter"].items() if key != "weights_sha256"}
+        theirs, ours = _comparable(DrafterConfig.from_dict(described)), _comparable(config)
+        if differing := [f"{key} is {theirs[key]}, here {ours[key]}" for key in ours if theirs[key] != ours[key]]:
+            raise ExportError(f"{path} is of another drafter: {'; '.join(differing)}. Give reports of this one.")
+    return {**report, "prompt_set": path.stem}
+
+
+def _comparable(config: DrafterConfig) -> dict[str, Any]:
+    """With rotary parameters in the one spelling that folders have."""
+    return asdict(replace(config, rope_parameters=rope_parameters(config)))

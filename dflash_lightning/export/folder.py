@@ -98,8 +98,8 @@ def export_formats(
 ) -> list[Path]:
     """Write one drafter as folders, each of `config.json`, `model.safetensors`, `README.md`, `dflash_lightning.json`.
 
-    Each folder is written beside its place, read back and compared. Only when all are good they take their names, so
-    that an export that was interrupted or refused never looks finished.
+    Each folder is written beside its place, read back and compared. Only when all are good and on disk they take
+    their names, all or none, so that an export that was interrupted or refused never looks finished.
 
     Args:
         weights: exactly the drafter's tensors, named as in `Drafter` (its ``state_dict()``).
@@ -115,8 +115,9 @@ def export_formats(
         The folders.
 
     Raises:
-        ExportError: the tensors aren't the drafter's, or hold NaN; a format can't express it; the mask token is one of
-            ``tokens``; a folder isn't empty, can't be written, or doesn't hold what was written.
+        ExportError: the tensors aren't the drafter's, or hold NaN, or infinity in ``dtype``; a format can't express it;
+            the mask token is one of ``tokens``; a folder isn't empty, can't be written, or doesn't hold what was
+            written.
     """
     check_tensors(weights, config, "The drafter")
     _check_values(weights)
@@ -129,11 +130,14 @@ def export_formats(
         for form in folders
     }
     weights = {key: _exported(tensor, dtype) for key, tensor in weights.items()}
+    _check_exported(weights, name)
     forms = {form: FORMATS[form] for form in folders}
     with ExitStack() as unfinished:
         partials = {form: unfinished.enter_context(_unfinished(folder)) for form, folder in folders.items()}
         for form, partial in ((forms[form], partial) for form, partial in partials.items()):
-            tensors = weights | _tables(form, verifier, dtype)
+            tables = _tables(form, verifier, dtype)
+            _check_exported(tables, name)
+            tensors = weights | tables
             with _writing(folders[form.name]):
                 _write_text(partial / CONFIG_FILE, _json(configs[form.name]))
                 save_file(
@@ -151,21 +155,32 @@ def export_formats(
                 _write_text(partial / CARD_FILE, card)
                 if original_card is not None:
                     (partial / ORIGINAL_CARD_FILE).write_bytes(original_card)
+        _take_names({partial: folders[form] for form, partial in partials.items()})
     return list(folders.values())
+
+
+def _take_names(folders: Mapping[Path, Path]) -> None:
+    """Rename folders, all or none, once all are on disk."""
+    for partial, folder in folders.items():
+        with _writing(folder):
+            sync_tree(partial)
+    with ExitStack() as renamed:
+        for partial, folder in folders.items():
+            with _writing(folder):
+                partial.rename(folder)
+                renamed.callback(shutil.rmtree, folder, ignore_errors=True)
+                sync_folder(folder.parent)
+        renamed.pop_all()
 
 
 @contextmanager
 def _unfinished(folder: Path) -> Iterator[Path]:
-    """A folder beside ``folder``, which takes its name when the block ends, or is removed if it doesn't."""
+    """A folder beside ``folder``, which is removed when the block ends unless it was renamed."""
     partial = folder.parent / f".{folder.name}.{uuid.uuid4().hex}.partial"
     try:
         with _writing(folder):
             partial.mkdir(parents=True)
         yield partial
-        with _writing(folder):
-            sync_tree(partial)
-            partial.rename(folder)
-            sync_folder(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -203,6 +218,15 @@ def _check_values(weights: Mapping[str, Tensor]) -> None:
         raise ExportError(
             f"The drafter's weights hold NaN or infinity: {', '.join(broken)}. Its training diverged; take an earlier "
             "checkpoint."
+        )
+
+
+def _check_exported(tensors: Mapping[str, Tensor], dtype: str) -> None:
+    """Refuse what the data type has no room for."""
+    if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+        raise ExportError(
+            f"In {dtype} these tensors hold NaN or infinity: {', '.join(broken)}. Export in bfloat16 or float32, which "
+            "have room for larger values."
         )
 
 

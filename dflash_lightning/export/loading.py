@@ -21,7 +21,13 @@ from dflash_lightning.export.layout import check_tables, check_tensors
 from dflash_lightning.export.muse_assistant import TRANSFORMERS
 from dflash_lightning.export.speculators import SPECULATORS
 from dflash_lightning.export.zlab import ZLAB
-from dflash_lightning.target import target_identity, target_text_config
+from dflash_lightning.target import (
+    load_generation_config,
+    load_tokenizer,
+    stop_token_ids,
+    target_identity,
+    target_text_config,
+)
 from dflash_lightning.training.checkpoints import is_training_checkpoint, read_training_checkpoint
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
@@ -113,7 +119,7 @@ def load_drafter(
 
 
 def check_fits_target(source: DrafterSource, target: str) -> None:
-    """Refuse a drafter that was made for another target: by its shape and, where its making is known, by fingerprint.
+    """Refuse a drafter that was made for another target: by shape, mask token and, where it is known, fingerprint.
 
     Args:
         target: folder, hub name or .gguf file.
@@ -124,6 +130,11 @@ def check_fits_target(source: DrafterSource, target: str) -> None:
     text_config = target_text_config(target)
     _check_shape(source.config, text_config)
     check_mask_token(source.config, TokenIds.from_target(text_config))
+    if source.config.mask_token_id in stop_token_ids(load_generation_config(target), load_tokenizer(target)):
+        raise ExportError(
+            f"The drafter's mask token {source.config.mask_token_id} ends the target's answers: it is a stop token of "
+            "its generation_config.json or its tokenizer. Train with another mask_token_id."
+        )
     if source.provenance is None:
         return
     trained, given = source.provenance.target, target_identity(target)
@@ -221,12 +232,12 @@ def _original_card(path: Path) -> bytes | None:
     return own.read_bytes() if own.is_file() and not (path / METADATA_FILE).is_file() else None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object in a file. Raises ExportError if it is none."""
+def read_json(path: Path, advice: str = "Export or download it again.") -> dict[str, Any]:
+    """A JSON object in a file. Raises ExportError with advice if it is none."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ExportError(f"{path} is not valid JSON ({error}). Export or download it again.") from error
+        raise ExportError(f"{path} is not valid JSON ({error}). {advice}") from error
     if not isinstance(values, dict):
-        raise ExportError(f"{path} holds a {type(values).__name__}; expected a JSON object.")
+        raise ExportError(f"{path} holds a {type(values).__name__}; expected a JSON object. {advice}")
     return values

@@ -32,7 +32,7 @@ def _recognises(values: ConfigJson) -> bool:
 
 def _write_config(config: DrafterConfig, tokens: TokenIds, _verifier: Verifier | None) -> ConfigJson:
     # This model type accepts a single eos id. It is never used: generation goes by the target's.
-    eos = tokens.eos[0] if isinstance(tokens.eos, list) else tokens.eos
+    eos = next(iter(tokens.eos), None) if isinstance(tokens.eos, list) else tokens.eos
     return {
         "architectures": ["MuseGlimmerAssistantModel"],
         "model_type": MODEL_TYPE,

@@ -221,7 +221,7 @@ def _compare(
     for one in agreeing:
         if one.their_committed not in (None, one.committed):
             raise _refused(_rounds_differ(one), taus, len(decoded))
-        if max(one.differences, default=0.0) > LARGEST_DIFFERENCE:
+        if not all(difference <= LARGEST_DIFFERENCE for difference in one.differences):  # NaN as well
             raise _refused(_blocks_differ(one), taus, len(decoded))
     ours, theirs = _taus(agreeing)
     if ours is None:
@@ -272,7 +272,7 @@ def _rounds_differ(one: _Decoded) -> str:
 
 
 def _blocks_differ(one: _Decoded) -> str:
-    number, difference = next((i, d) for i, d in enumerate(one.differences) if d > LARGEST_DIFFERENCE)
+    number, difference = next((i, d) for i, d in enumerate(one.differences) if not d <= LARGEST_DIFFERENCE)
     token = 2 + sum(one.committed[:number])
     return (
         f"{one.name}: at new token {token} (round {number + 1}) the drafter's hidden states of the block differ by "

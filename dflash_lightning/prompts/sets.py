@@ -69,6 +69,8 @@ class PromptSet:
         if key is None:
             raise DataError(f"{place}: no {' or '.join(self.keys)}; the keys are {', '.join(row)}.")
         question = row[key]
+        if not isinstance(question, str | list):
+            raise DataError(f"{place}: `{key}` is a {type(question).__name__}, expected text or a list of turns.")
         prompt = {"turns": question} if isinstance(question, list) else {"prompt": self.form.format(question)}
         return prompt | ({"family": row[self.family]} if self.family in row else {})
 
@@ -144,6 +146,9 @@ def read_evaluation_prompts(
     try:
         where, records = _records(chosen, place) if equals else _records_by_name(chosen)
         found = [(f"{where}, row {i}", record) for i, record in enumerate(records, start=1) if chosen.belongs(record)]
+        if records and not found:
+            count = f"{len(records):,}"
+            raise DataError(f"{where}: {count} of {count} rows are outside the test split, so that none is left.")
         raw = [(at, chosen.prompt(record, at)) for at, record in found]
     except DataError as error:
         raise DataError(f"{name}: {error}\n{ways_to_get(name)}") from error
