@@ -1,7 +1,7 @@
 """Read a drafter back, wherever it stands: an exported folder of any format, or a training checkpoint."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from dflash_lightning.config import DrafterConfig
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import ExportError
 from dflash_lightning.export.card import CARD_FILE, METADATA_FILE, ORIGINAL_CARD_FILE, Provenance
-from dflash_lightning.export.format import Format, TokenIds, Verifier
+from dflash_lightning.export.format import Format, TokenIds, Verifier, rope_parameters
 from dflash_lightning.export.layout import check_tables, check_tensors
 from dflash_lightning.export.muse_assistant import TRANSFORMERS
 from dflash_lightning.export.speculators import SPECULATORS
@@ -113,6 +113,8 @@ def load_drafter(
         ExportError: as `read_drafter`.
     """
     source = read_drafter(path, target)
+    if broken := [name for name, weight in source.weights.items() if not weight.isfinite().all()]:
+        raise ExportError(f"{path} holds NaN or infinity in {', '.join(broken)}. Take an earlier checkpoint.")
     drafter = Drafter(source.config)
     drafter.load_state_dict(source.weights)
     return drafter.eval().requires_grad_(False).to(device=device, dtype=dtype)
@@ -213,6 +215,8 @@ def _read_folder(path: Path, target: str | None) -> DrafterSource:
     check_tensors(weights, config, str(path / WEIGHTS_FILE))
     verifier = Verifier(*form.read_verifier(values), *tables) if len(tables) == 2 else None
     known = read_json(path / METADATA_FILE) if (path / METADATA_FILE).is_file() else {}
+    if "drafter" in known:
+        _check_record(path, config, DrafterConfig.from_dict(known["drafter"]))
     return DrafterSource(
         config,
         weights,
@@ -223,6 +227,20 @@ def _read_folder(path: Path, target: str | None) -> DrafterSource:
         verifier=verifier,
         original_card=_original_card(path),
     )
+
+
+def _check_record(path: Path, config: DrafterConfig, exported: DrafterConfig) -> None:
+    """Refuse a `config.json` that was changed after the export, but for a smaller block."""
+    found, expected = (asdict(replace(c, rope_parameters=rope_parameters(c))) for c in (config, exported))
+    differing = {name for name in found if found[name] != expected[name]}
+    if config.block_size < exported.block_size:
+        differing -= {"block_size"}
+    if differing:
+        lines = "".join(f"\n  {name}: {found[name]}, exported with {expected[name]}" for name in sorted(differing))
+        raise ExportError(
+            f"{path / CONFIG_FILE} isn't what was exported ({METADATA_FILE} beside it says so):{lines}\nExport again, "
+            "or put the exported values back."
+        )
 
 
 def _original_card(path: Path) -> bytes | None:

@@ -69,7 +69,8 @@ def _rope(values: ConfigJson) -> dict[str, Any]:
         return values["rope_parameters"]
     scaling = values.get("rope_scaling") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    return {**scaling, "rope_type": kind, "rope_theta": values.get("rope_theta")}
+    rest = {name: value for name, value in scaling.items() if name != "type"}
+    return {**rest, "rope_type": kind, "rope_theta": values.get("rope_theta")}
 
 
 def _read_config(values: ConfigJson) -> tuple[DrafterConfig, TokenIds]:
