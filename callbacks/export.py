@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import lightning as L
@@ -64,15 +64,13 @@ class ExportDrafter(Callback):
 def _out_of_the_way(folders: Sequence[Path]) -> Iterator[None]:
     """Free the names of folders; they go when the block has ended well, and come back if it hasn't."""
     aside = {folder: folder.with_name(f".{folder.name}.replaced") for folder in folders}
-    for folder, place in aside.items():
-        shutil.rmtree(place, ignore_errors=True)
-        folder.rename(place)
-    try:
-        yield
-    except BaseException:
+    with ExitStack() as back:
         for folder, place in aside.items():
-            place.rename(folder)
-        raise
+            shutil.rmtree(place, ignore_errors=True)
+            folder.rename(place)
+            back.callback(place.rename, folder)
+        yield
+        back.pop_all()
     for place in aside.values():
         shutil.rmtree(place)
 
