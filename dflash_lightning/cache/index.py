@@ -50,12 +50,13 @@ class SampleIds(Sequence[str]):
     @overload
     def __getitem__(self, index: slice) -> list[str]: ...
     def __getitem__(self, index):
+        size = len(self._offsets) - 1
         if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        index %= len(self)
-        return self._text[self._offsets[index] : self._offsets[index + 1]].tobytes().decode()
+            return [self[i] for i in range(*index.indices(size))]
+        if not -size <= index < size:
+            raise IndexError(f"sample {index} of {size}")
+        index %= size
+        return self._text[self._offsets.item(index) : self._offsets.item(index + 1)].tobytes().decode()
 
 
 @dataclass(frozen=True, eq=False)

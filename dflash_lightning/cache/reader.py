@@ -62,9 +62,10 @@ class FeatureCache:
             )
         if not len(index.lengths):
             raise CacheError(f"{self.store.location} holds no sample: all that were captured are quarantined")
-        self._index, self.sample_ids = index, index.sample_ids
+        self.sample_ids = index.sample_ids
         self.id_hashes, self.lengths, self.anchor_candidates = index.id_hashes, index.lengths, index.anchor_candidates
         self.shards, self._starts = index.shards(), index.starts()
+        self._sources = [digest.tobytes() for digest in index.sources]
         self.num_tokens, self.num_bytes = int(self.lengths.sum()), index.num_bytes
 
     def _make_index(self) -> SampleIndex:
@@ -78,13 +79,13 @@ class FeatureCache:
         """Where sample `index` lies; IndexError if there is no such sample."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of a cache with {len(self)} samples")
-        shard = int(self.shards[index])
+        shard = self.shards.item(index)
         return SampleLocation(
             sample_id=self.sample_ids[index],
             shard=shard,
-            start=int(self._starts[index]),
-            length=int(self.lengths[index]),
-            source=self._index.sources[shard].tobytes(),
+            start=self._starts.item(index),
+            length=self.lengths.item(index),
+            source=self._sources[shard],
         )
 
     def read(self, index: int) -> Sample:

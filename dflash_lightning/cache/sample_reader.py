@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,21 +39,23 @@ class SampleLocation(NamedTuple):
     """`source_digest` of the shard that this location was taken from."""
 
 
-@dataclass(frozen=True)
+class _Place(NamedTuple):
+    """Where the objects of a shard are read from: the cache, or a copy in the staging area."""
+
+    store: CacheStore
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
 class _OpenShard:
+    place: AbstractContextManager[_Place] | None
+    """Where it is read from; None if a staged copy has to be pinned for every read."""
     features: FeatureRows
     channels: torch.Tensor | None
     input_ids: np.ndarray
     loss_mask: np.ndarray
     marker: ShardMarker
     source: bytes
-
-
-class _Place(NamedTuple):
-    """Where the objects of a shard are read from: the cache, or a copy in the staging area."""
-
-    store: CacheStore
-    folder: str
 
 
 class SampleReader:
@@ -87,7 +89,7 @@ class SampleReader:
         shard, stop = location.shard, location.start + location.length
         opened = self._opened_before(shard)
         marker = opened.marker if opened else self._load_marker(shard)
-        with self._place(marker) as place:
+        with (opened and opened.place) or self._place(marker) as place:
             opened = opened or self._open(marker, place)
             if opened.source != location.source:
                 raise CacheError(
@@ -119,22 +121,25 @@ class SampleReader:
         """
         return self._read_array(_Place(self.store, shard_name(marker.shard)), marker, name)
 
-    @contextmanager
-    def _place(self, marker: ShardMarker) -> Iterator[_Place]:
+    def _place(self, marker: ShardMarker) -> AbstractContextManager[_Place]:
         """Where to read a shard from. A staged copy stays as long as the block runs."""
         if self._staging is None:
-            yield _Place(self.store, shard_name(marker.shard))
-        else:
-            with self._staging.pinned(self.store, marker) as copy:
-                yield _Place(StagedCopies(copy.parent), copy.name)
+            return nullcontext(_Place(self.store, shard_name(marker.shard)))
+        return self._staged_place(self._staging, marker)
+
+    @contextmanager
+    def _staged_place(self, staging: StagingArea, marker: ShardMarker) -> Iterator[_Place]:
+        with staging.pinned(self.store, marker) as copy:
+            yield _Place(StagedCopies(copy.parent), copy.name)
 
     def _opened_before(self, shard: int) -> _OpenShard | None:
         if self._process != os.getpid():
             self._open_shards.clear()
             self._process = os.getpid()
-        if shard in self._open_shards:
+        opened = self._open_shards.get(shard)
+        if opened is not None:
             self._open_shards.move_to_end(shard)
-        return self._open_shards.get(shard)
+        return opened
 
     def _load_marker(self, shard: int) -> ShardMarker:
         marker = ShardMarker.load(self.store, shard, self.manifest)
@@ -145,6 +150,7 @@ class SampleReader:
     def _open(self, marker: ShardMarker, place: _Place) -> _OpenShard:
         packed = packed_bits(self.manifest.storage) is not None
         opened = _OpenShard(
+            place=nullcontext(place) if self._staging is None else None,
             features=self._feature_rows(place, marker),
             channels=torch.from_numpy(self._read_array(place, marker, CHANNELS).copy()) if packed else None,
             input_ids=self._read_array(place, marker, "input_ids"),

@@ -13,7 +13,7 @@ from dflash_lightning.errors import CacheError
 BFLOAT16_INFINITY = 0x7F80
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sample:
     """One conversation of T tokens with the target's hidden states.
 

@@ -5,8 +5,9 @@ format have one object each, so a few lines of the specification are enough to r
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import google_crc32c
 import numcodecs.blosc
@@ -44,6 +45,19 @@ class _Chunks:
         """The values of a chunk whose checksum was cut off."""
         plain = data if self.decompress is None else self.decompress(data)
         return np.frombuffer(plain, dtype=self.dtype).reshape(self.chunk_shape)
+
+    def decode_all(self, stored: np.ndarray, bounds: list[int]) -> Iterable[np.ndarray]:
+        """The values of several chunks.
+
+        Args:
+            stored: their bytes, one chunk after the other, each with its checksum.
+            bounds: first byte of each and end of the last, from wherever counted.
+        """
+        if self.decompress is None:  # all as views, in one step
+            size, row, item = bounds[1] - bounds[0], self.chunk_shape[1] * self.dtype.itemsize, self.dtype.itemsize
+            return np.ndarray((len(bounds) - 1, *self.chunk_shape), self.dtype, stored, strides=(size, row, item))
+        cuts = (slice(begin - bounds[0], end - bounds[0] - CRC_BYTES) for begin, end in pairwise(bounds))
+        return (self.decode(stored[cut]) for cut in cuts)
 
 
 def read_array(metadata: bytes, data: bytes) -> np.ndarray:
@@ -95,23 +109,26 @@ class FeatureRows:
         Raises:
             ValueError: a chunk is damaged.
         """
+        rows = self._chunk_rows
+        first, last = start // rows, (stop - 1) // rows
+        bounds = self._bounds[first : last + 2]
+        stored = self._stored.read(bounds[0], bounds[-1])
+        if self._checked.find(0, first, last + 1) >= 0:
+            self._check_chunks(first, stored, bounds)
         values = np.empty((stop - start, self._width), self._chunks.dtype)
-        first, last = start // self._chunk_rows, (stop - 1) // self._chunk_rows
-        base = self._bounds[first]
-        stored = self._stored.read(base, self._bounds[last + 1])
-        for chunk in range(first, last + 1):
-            data = stored[self._bounds[chunk] - base : self._bounds[chunk + 1] - base]
-            if not self._checked[chunk]:
-                _check(data, f"chunk {chunk}")
-                self._checked[chunk] = self._stored.is_mapped
-            begin = chunk * self._chunk_rows
-            above, below = max(start, begin), min(stop, begin + self._chunk_rows)
-            part, decompress = values[above - start : below - start], self._chunks.decompress
-            if decompress is not None and len(part) == self._chunk_rows:
-                decompress(data[:-CRC_BYTES], part)
-            else:
-                part[:] = self._chunks.decode(data[:-CRC_BYTES])[above - begin : below - begin]
+        begin = first * rows - start
+        for chunk in self._chunks.decode_all(stored, bounds):
+            above, below = max(0, begin), min(stop - start, begin + rows)
+            values[above:below] = chunk[above - begin : below - begin]
+            begin += rows
         return values
+
+    def _check_chunks(self, first: int, stored: np.ndarray, bounds: list[int]) -> None:
+        """Compare the chunks from `first` on, which `stored` holds, with their checksums, unless that is done for good."""
+        for chunk, (begin, end) in enumerate(pairwise(bounds), first):
+            if not self._checked[chunk]:
+                _check(stored[begin - bounds[0] : end - bounds[0]], f"chunk {chunk}")
+                self._checked[chunk] = self._stored.is_mapped
 
 
 def _check(data: np.ndarray, what: str) -> None:
