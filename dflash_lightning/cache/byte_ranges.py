@@ -12,11 +12,9 @@ class ObjectReader(ABC):
 
     Attributes:
         size: bytes of the object when it was opened.
-        is_mapped: whether reading a range again gives the same memory, not the bytes read anew.
     """
 
     size: int
-    is_mapped: bool
 
     @abstractmethod
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -31,8 +29,6 @@ class ObjectReader(ABC):
 class ReopenedFile(ObjectReader):
     """A local file that is opened for each range, so that its space is free as soon as it is removed."""
 
-    is_mapped = False
-
     def __init__(self, path: Path):
         self._path, self.size = path, path.stat().st_size
 
@@ -41,9 +37,10 @@ class ReopenedFile(ObjectReader):
 
 
 class MappedFile(ObjectReader):
-    """A local file mapped into memory. It may be unlinked meanwhile; what is mapped stays."""
+    """A local file mapped into memory: to read a range again gives the same memory.
 
-    is_mapped = True
+    The file may be unlinked meanwhile; what is mapped stays.
+    """
 
     def __init__(self, path: Path):
         with path.open("rb") as file:
@@ -53,7 +50,11 @@ class MappedFile(ObjectReader):
         self._bytes = np.frombuffer(self._map or b"", dtype=np.uint8)
 
     def read(self, start: int, stop: int) -> np.ndarray:
+        self.check_size()
+        return self._bytes[start:stop]
+
+    def check_size(self) -> None:
+        """Raise a ValueError if the file has another size now."""
         # To touch mapped bytes that the file lost since would kill the process.
         if self._map is not None and self._map.size() != self.size:
             raise ValueError(f"it has {self._map.size():,} bytes now, {self.size:,} when it was opened")
-        return self._bytes[start:stop]

@@ -268,8 +268,6 @@ def _refuse_after_fork(location: str) -> None:
 class RangeRequests(ObjectReader):
     """An object of which each range is requested anew."""
 
-    is_mapped = False
-
     def __init__(self, storage: ObjectStorage, name: str):
         self._storage, self._name = storage, name
         self.size = storage.size(name)

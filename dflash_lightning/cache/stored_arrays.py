@@ -14,7 +14,7 @@ import numcodecs.blosc
 import numcodecs.zstd
 import numpy as np
 
-from dflash_lightning.cache.byte_ranges import ObjectReader
+from dflash_lightning.cache.byte_ranges import MappedFile, ObjectReader
 
 CRC_BYTES = 4
 DECOMPRESS: dict[str, Callable] = {"blosc": numcodecs.blosc.decompress, "zstd": numcodecs.zstd.decompress}
@@ -73,9 +73,9 @@ def read_array(metadata: bytes, data: bytes) -> np.ndarray:
 class FeatureRows:
     """Random access to the rows of an array [N, width], an outer shard of chunks of whole rows.
 
-    The chunks that hold the rows are read as one range and decoded into the result. The CRC-32C of a chunk is checked
-    whenever it is read anew. Bytes of a file that stays mapped into memory are checked when this process first uses
-    them.
+    The chunks that hold the rows are read as one range and decoded. The CRC-32C of a chunk is checked whenever it is
+    read anew. Bytes of a file that stays mapped into memory are checked when this process first uses them; of
+    uncompressed chunks, nothing is left to do then but to copy the rows.
     """
 
     def __init__(self, metadata: bytes, stored: ObjectReader):
@@ -87,10 +87,13 @@ class FeatureRows:
         Raises:
             ValueError: the table of chunks is damaged.
         """
-        self._chunks, self._stored = _Chunks.parse(metadata), stored
-        self._chunk_rows, self._width = self._chunks.chunk_shape
-        self._bounds = self._read_bounds(-(-self._chunks.shape[0] // self._chunk_rows))
+        self._encoding, self._stored = _Chunks.parse(metadata), stored
+        self._chunk_rows, _ = self._encoding.chunk_shape
+        self._bounds = self._read_bounds(-(-self._encoding.shape[0] // self._chunk_rows))
         self._checked = bytearray(len(self._bounds) - 1)
+        self._file = stored if isinstance(stored, MappedFile) else None
+        plain = self._file is not None and self._encoding.decompress is None
+        self._mapped = self._encoding.decode_all(stored.read(0, self._bounds[-1]), self._bounds) if plain else None
 
     def _read_bounds(self, chunks: int) -> list[int]:
         """First byte of each chunk, and the end of the last."""
@@ -109,26 +112,24 @@ class FeatureRows:
         Raises:
             ValueError: a chunk is damaged.
         """
-        rows = self._chunk_rows
-        first, last = start // rows, (stop - 1) // rows
+        first, last = start // self._chunk_rows, (stop - 1) // self._chunk_rows
+        parts = list(self._read_chunks(first, last))
+        parts[-1] = parts[-1][: stop - last * self._chunk_rows]
+        parts[0] = parts[0][start - first * self._chunk_rows :]
+        return np.concatenate(parts)
+
+    def _read_chunks(self, first: int, last: int) -> Iterable[np.ndarray]:
+        """The values of the chunks `first` to `last`, all checked."""
+        if self._mapped is not None and self._checked.find(0, first, last + 1) < 0:
+            self._file.check_size()
+            return self._mapped[first : last + 1]
         bounds = self._bounds[first : last + 2]
         stored = self._stored.read(bounds[0], bounds[-1])
-        if self._checked.find(0, first, last + 1) >= 0:
-            self._check_chunks(first, stored, bounds)
-        values = np.empty((stop - start, self._width), self._chunks.dtype)
-        begin = first * rows - start
-        for chunk in self._chunks.decode_all(stored, bounds):
-            above, below = max(0, begin), min(stop - start, begin + rows)
-            values[above:below] = chunk[above - begin : below - begin]
-            begin += rows
-        return values
-
-    def _check_chunks(self, first: int, stored: np.ndarray, bounds: list[int]) -> None:
-        """Compare the chunks from `first` on, which `stored` holds, with their checksums, unless that is done for good."""
         for chunk, (begin, end) in enumerate(pairwise(bounds), first):
             if not self._checked[chunk]:
                 _check(stored[begin - bounds[0] : end - bounds[0]], f"chunk {chunk}")
-                self._checked[chunk] = self._stored.is_mapped
+                self._checked[chunk] = self._file is not None
+        return self._encoding.decode_all(stored, bounds)
 
 
 def _check(data: np.ndarray, what: str) -> None:
