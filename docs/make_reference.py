@@ -24,7 +24,7 @@ Made from the code by `make docs`. On the command line a setting is `--name VALU
 `name: VALUE`, with underscores. Settings without a default have to be given.
 """
 FIT = """
-`dflash-lightning fit --config FILE` is Lightning's own command line around the classes below. `trainer` takes every
+`fit --config FILE` is Lightning's own command line around the classes below. `trainer` takes every
 setting of Lightning's `Trainer`. `--print_config` prints the whole configuration.
 
 | setting | default | what |

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fit_helpers import forget_launcher
 from prepare_helpers import PROMPTS, write_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -22,6 +23,7 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
 )
+THINKING_SWITCH = "{% if enable_thinking is defined and not enable_thinking %}{{ '-\n' }}{% endif %}"
 SPECIAL_TOKENS = ["<|pad|>", "<|start|>", "<|end|>", "<|mask|>"]
 COMMON = {
     "vocab_size": 272,
@@ -38,7 +40,7 @@ COMMON = {
 }
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer(chat_template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
     """A tokenizer of 4 special tokens and the 256 bytes: no file, no training."""
     vocab = {token: i for i, token in enumerate(SPECIAL_TOKENS)}
     for byte in sorted(pre_tokenizers.ByteLevel.alphabet()):
@@ -50,15 +52,15 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<|pad|>", bos_token="<|start|>", eos_token="<|end|>"
     )
-    fast.chat_template = CHAT_TEMPLATE
+    fast.chat_template = chat_template
     return fast
 
 
-def save_target(model, folder: Path) -> Path:
+def save_target(model, folder: Path, chat_template: str = CHAT_TEMPLATE) -> Path:
     model.generation_config.eos_token_id = 2
     model.generation_config.pad_token_id = 0
     model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    byte_tokenizer(chat_template).save_pretrained(folder)
     return folder
 
 
@@ -97,6 +99,15 @@ def qwen3_folder(tmp_path_factory) -> Path:
     return save_target(model, tmp_path_factory.mktemp("targets") / "qwen3")
 
 
+@pytest.fixture(scope="session")
+def like_qwen3_8b(tmp_path_factory) -> Path:
+    """Tiny random Qwen3 that the commands for Qwen3-8B fit: a thinking switch, and layers for five tapped ones."""
+    torch.manual_seed(2)
+    config = Qwen3Config(**{**COMMON, "num_hidden_layers": 12}, head_dim=16, tie_word_embeddings=False)
+    folder = tmp_path_factory.mktemp("targets") / "like-qwen3-8b"
+    return save_target(Qwen3ForCausalLM(config), folder, CHAT_TEMPLATE + THINKING_SWITCH)
+
+
 @pytest.fixture(scope="session", params=["llama", "qwen3"])
 def target_folder(request) -> Path:
     """Each tiny target in turn."""
@@ -125,8 +136,7 @@ def _one_group():
 def process_group(_one_group):
     """For a test that trains under DeepSpeed in this process: leaves no launcher's environment behind."""
     yield
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "DS_ACCELERATOR"):
-        os.environ.pop(name, None)
+    forget_launcher()
 
 
 @pytest.fixture

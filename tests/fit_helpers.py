@@ -1,5 +1,6 @@
 """Configurations of short `fit` commands on a tiny target."""
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -78,3 +79,9 @@ def identity(path: Path) -> int | None:
         return path.stat().st_ino
     except FileNotFoundError:
         return None
+
+
+def forget_launcher() -> None:
+    """Drop what DeepSpeed leaves in the environment of a process that has trained."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "DS_ACCELERATOR"):
+        os.environ.pop(name, None)

@@ -1,48 +1,64 @@
-"""Every benchmark runs, at tiny size: a figure that nobody can make again is none."""
+"""Every benchmark runs as the docs give it, at tiny size: a figure that nobody can make again is none."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from capture_helpers import capture_arguments, random_texts, write_texts
+from benchmark_helpers import benchmark, name_of
+from capture_helpers import random_texts, write_texts
 from export_helpers import TOKENS
 from helpers import load_tiny, make_drafter
+from page_commands import ROOT, commands_run_by
 from prepare_helpers import write_rows
 
 from dflash_lightning.cache.storage import STORAGES
+from dflash_lightning.capture import command as capture_module
 from dflash_lightning.cli import run
 from dflash_lightning.export import export_drafter
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+# Sizes, turned down by what is added to a command.
+SMALL = {
+    "storage": ["--output", "results"],
+    "storage_tau": ["--steps", "2", "--prompts", "2", "--seeds", "0", "--negatives", "16"],
+    "capture_overlap": ["--rounds", "1"],
+    "cache_open": ["--samples", "2000"],
+    "decode": ["--repeats", "1", "--max-new-tokens", "16"],
+    "proposals": ["--temperatures", "0.9", "--max-new-tokens", "16"],
+    "train_step": ["--steps", "2", "--output", "steps"],
+}
 
-
-def benchmark(name: str, *arguments) -> str:
-    command = [sys.executable, str(BENCHMARKS / name), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=BENCHMARKS.parent)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def data(llama_folder, tmp_path_factory):
-    return write_texts(tmp_path_factory.mktemp("benchmarks") / "data", llama_folder, random_texts(24))
+def workspace(like_qwen3_8b, tmp_path_factory) -> Path:
+    """A folder with what the benchmarks' commands name, small; a finished quickstart among it."""
+    folder = tmp_path_factory.mktemp("benchmarks")
+    quickstart = folder / "runs" / "quickstart"
+    (quickstart / "data").mkdir(parents=True)
+    (quickstart / "target").symlink_to(like_qwen3_8b)
+    (folder / "TARGET").symlink_to(like_qwen3_8b)
+    data = write_texts(quickstart / "data" / "train", like_qwen3_8b, random_texts(24))
+    (folder / "DATA").symlink_to(data)
+    write_rows(quickstart / "heldout.jsonl", [{"prompt": "hi"}, {"prompt": "one, two, three"}])
+    drafter = make_drafter(load_tiny(like_qwen3_8b), scale=3.0, target_layer_ids=[1, 3, 5, 7, 9])
+    for form in ("zlab", "transformers"):
+        place = quickstart / "export" / form
+        export_drafter(drafter.state_dict(), drafter.config, place, form, tokens=TOKENS, dtype=torch.float32)
+    capture = ["capture", "--target", str(like_qwen3_8b), "--data", str(data), "--shard-tokens", "300", "--cache"]
+    run([*capture, str(folder / "runs" / "plain"), "--storage", "bfloat16"])
+    run([*capture, str(quickstart / "cache")])
+    (folder / "conf").symlink_to(ROOT / "conf")
+    return folder
 
 
-@pytest.fixture(scope="module")
-def plain_cache(data, llama_folder):
-    cache = data.parent / "cache"
-    layers = ("--target-layer-ids", "[0, 1, 2, 3, 4]", "--shard-tokens", "300")
-    run(capture_arguments(llama_folder, data, cache, *layers))
-    return cache
+def lines_of(output: str) -> list[dict]:
+    return [json.loads(line) for line in output.splitlines()]
 
 
-@pytest.mark.slow
-def test_storage(plain_cache, tmp_path):
-    benchmark("storage.py", "--cache", plain_cache, "--output", tmp_path / "results")
-    results = [json.loads(line) for line in (tmp_path / "results").read_text().splitlines()]
+def check_storage(_output: str, folder: Path) -> None:
+    results = lines_of((folder / "results").read_text())
     assert {result["storage"] for result in results} == set(STORAGES)
     exact = [result for result in results if result["storage"] == "bfloat16"]
     assert all(error == 0 for result in exact for error in result["error"])
@@ -50,50 +66,30 @@ def test_storage(plain_cache, tmp_path):
     assert by_bits == sorted(by_bits)
 
 
-@pytest.mark.slow
-def test_packing_steps(plain_cache):
-    assert benchmark("packing_steps.py", "--cache", plain_cache).count("and turned (as stored)") == 2
+def check_packing_steps(output: str, _folder: Path) -> None:
+    assert output.count("and turned (as stored)") == 2
 
 
-@pytest.mark.slow
-def test_storage_tau(plain_cache, llama_folder, tmp_path):
-    arguments = ("--target", llama_folder, "--cache", plain_cache, "--output", tmp_path / "results", "--seeds", 0)
-    size = ("--steps", 2, "--prompts", 2, "--negatives")
-    benchmark("storage_tau.py", *arguments, *size, 16, "--storages", "bfloat16", "2bit")
-    benchmark("storage_tau.py", *arguments, *size, 16, "--storages", "2bit", "1bit")
-    benchmark("storage_tau.py", *arguments, *size, 0, "--storages", "bfloat16")
-    results = [json.loads(line) for line in (tmp_path / "results").read_text().splitlines()]
-    assert [result["storage"] for result in results] == ["bfloat16", "2bit", "1bit", "bfloat16"]
+def check_storage_tau(_output: str, folder: Path) -> None:
+    results = lines_of((folder / "storage_tau.jsonl").read_text())
+    assert [result["storage"] for result in results] == ["bfloat16", "4bit", "2bit"]
     assert all(1 <= result["tau"] <= 8 for result in results)
 
 
-@pytest.mark.slow
-def test_capture_overlap(data, llama_folder):
-    assert benchmark(
-        *("capture_overlap.py", "--target", llama_folder, "--data", data, "--rounds", 1, "--target-layer-ids", 0, 1)
-    )
+def check_capture_overlap(output: str, _folder: Path) -> None:
+    assert "stored bytes the same in all 2 captures: True" in output
 
 
-@pytest.mark.slow
-def test_cache_open():
-    assert benchmark("cache_open.py", "--samples", 2000)
+def check_cache_open(_output: str, _folder: Path) -> None:
+    """Its figures come from processes of their own, which print them past this one; a failed one is an error."""
 
 
-@pytest.fixture(scope="module")
-def decoding(qwen3_folder, tmp_path_factory):
-    """Arguments of the benchmarks that decode."""
-    folder = tmp_path_factory.mktemp("decoding")
-    drafter = make_drafter(load_tiny(qwen3_folder), scale=3.0)
-    export_drafter(
-        drafter.state_dict(), drafter.config, folder / "drafter", "transformers", tokens=TOKENS, dtype=torch.float32
-    )
-    prompts = write_rows(folder / "prompts.jsonl", [{"prompt": "hi"}, {"prompt": "one, two, three"}])
-    return ("--target", qwen3_folder, "--drafter", folder / "drafter", "--prompts", prompts, "--max-new-tokens", 16)
+def check_padding(output: str, _folder: Path) -> None:
+    assert "18.6%" in output, "docs/cache.md has these figures"
 
 
-@pytest.mark.slow
-def test_decode(decoding):
-    lines = [json.loads(line) for line in benchmark("decode.py", *decoding, "--repeats", 1).splitlines()]
+def check_decode(output: str, _folder: Path) -> None:
+    lines = lines_of(output)
     plain, ours, transformers = lines
     assert [line["decoder"] for line in lines] == ["plain", "ours", "transformers"]
     assert all(line["texts_equal_to_plain"] == line["prompts"] == 2 for line in lines)
@@ -105,10 +101,46 @@ def test_decode(decoding):
         assert 0 < line["rest_share"] < 1
 
 
-@pytest.mark.slow
-def test_proposals(decoding):
-    output = benchmark("proposals.py", *decoding, "--repeats", 2, "--temperatures", 0.9, "--dtype", "float32")
-    argmax, sampled, difference = (json.loads(line) for line in output.splitlines())
+def check_proposals(output: str, _folder: Path) -> None:
+    argmax, sampled, difference = lines_of(output)
     assert (argmax["proposals"], sampled["proposals"]) == ("argmax", "sampled")
     assert difference["sampled_minus_argmax"] == pytest.approx(sampled["tau"] - argmax["tau"])
     assert difference["low"] <= difference["sampled_minus_argmax"] <= difference["high"]
+
+
+def check_train_step(_output: str, folder: Path) -> None:
+    [result] = lines_of((folder / "steps").read_text())
+    assert result["case"] == "fit"
+    assert result["label_tokens_per_second"] > 0
+
+
+CHECKS = {
+    "storage": check_storage,
+    "packing_steps": check_packing_steps,
+    "storage_tau": check_storage_tau,
+    "capture_overlap": check_capture_overlap,
+    "cache_open": check_cache_open,
+    "padding": check_padding,
+    "decode": check_decode,
+    "proposals": check_proposals,
+    "train_step": check_train_step,
+}
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("command", commands_run_by(__file__), ids=name_of)
+def test_a_benchmark_of_the_pages(workspace, command, monkeypatch):
+    # capture_overlap puts others in its place.
+    monkeypatch.setattr(capture_module, "BackgroundWriter", capture_module.BackgroundWriter)
+    output = benchmark(command, workspace, *SMALL.get(name_of(command), []))
+    CHECKS[name_of(command)](output, workspace)
+
+
+def test_storage_tau_skips_what_is_done_and_takes_the_whole_vocabulary(workspace, tmp_path):
+    command = "python benchmarks/storage_tau.py --target TARGET --cache runs/plain --seeds 0 --steps 2 --prompts 2"
+    command += f" --output {tmp_path / 'results'}"
+    benchmark(command, workspace, "--negatives", "16", "--storages", "2bit")
+    benchmark(command, workspace, "--negatives", "16", "--storages", "2bit", "1bit")
+    benchmark(command, workspace, "--negatives", "0", "--storages", "bfloat16")
+    results = lines_of((tmp_path / "results").read_text())
+    assert [result["storage"] for result in results] == ["2bit", "1bit", "bfloat16"]

@@ -1,62 +1,47 @@
-"""README and docs agree with the code: commands parse, links lead somewhere, the reference is up to date."""
+"""README and docs agree with the code: commands are run, links lead somewhere, the reference is up to date."""
 
 import importlib.util
 import re
-import shlex
 from pathlib import Path
 
 import pytest
+from page_commands import NOT_RUN, OTHER_BLOCK, PAGES, PROGRAM, ROOT, commands_run_by, page_commands, recipe
 
-from dflash_lightning.cli import COMMANDS, command_parser
-from dflash_lightning.training.fit import fit
-
-ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-OURS = re.compile(r"^\s*(?:torchrun .* -m dflash_lightning|dflash-lightning|srun .* dflash-lightning)\s+(.+)$")
-BENCHMARK = re.compile(r"python (benchmarks/\w+\.py)([^`)\n]*)")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
-
-
-def joined_lines(page: Path) -> list[str]:
-    """Lines, with those that end in a backslash joined to the next."""
-    return re.sub(r"\\\n\s*", "", page.read_text()).splitlines()
-
-
-def commands() -> list[tuple[str, str]]:
-    """Page and arguments of each of our commands that stands on a line of its own."""
-    return [
-        (page.name, match[1].split("  #")[0])
-        for page in PAGES
-        for line in joined_lines(page)
-        if (match := OURS.match(line)) and "..." not in line and "COMMAND" not in line
-    ]
-
-
-@pytest.mark.parametrize(("page", "command"), commands())
-def test_commands_are_ones_that_the_code_takes(page, command, monkeypatch, capsys):  # noqa: ARG001
-    monkeypatch.chdir(ROOT)
-    words = shlex.split(command)
-    name = next(name for name in COMMANDS if words[: len(name.split())] == name.split())
-    arguments = words[len(name.split()) :]
-    if name == "fit":
-        with pytest.raises(SystemExit) as stop:
-            fit([*arguments, "--print_config"])
-        assert stop.value.code == 0
-    else:
-        command_parser(name).parse_args(arguments)
-
-
-def test_there_are_commands_to_check():
-    named = {next(name for name in COMMANDS if command.startswith(name)) for _, command in commands()}
-    assert {"prepare", "capture", "fit", "evaluate", "export", "generate"} <= named
+# Test files that run every block of Python of a page.
+PYTHON_RUN_BY = {"cache-format.md": "test_cache_format.py", "serving.md": "test_serving.py"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_benchmarks_have_the_options_that_pages_name(page):
-    for script, options in BENCHMARK.findall("\n".join(joined_lines(page))):
-        source = (ROOT / script).read_text()
-        for option in re.findall(r"--[\w-]+", options):
-            assert f'"{option}"' in source, f"{script} has no {option}"
+def test_a_test_runs_every_command_or_the_page_says_why_not(page):
+    for command in page_commands(page):
+        assert command.reason or command.runner, f"no test runs `{command.text}`"
+        if command.reason is None:
+            assert "commands_run_by(__file__)" in (Path(__file__).parent / command.runner).read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_stand_in_blocks_of_their_own(page):
+    """Nothing that looks like a command is missed, as it stands among something else."""
+    text = page.read_text()
+    languages = {block["language"] for block in OTHER_BLOCK.finditer(text)}
+    assert languages <= {"", "bash", "python", "yaml"}
+    assert "python" not in languages or page.name in PYTHON_RUN_BY
+    lines = re.sub(r"^```bash\n.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE).splitlines()
+    assert [line for line in lines if PROGRAM.match(line)] == []
+
+
+def test_what_is_not_run_is_still_on_a_page():
+    assert set(NOT_RUN) <= {command.text for page in PAGES for command in page_commands(page)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_benchmarks_that_are_not_run_have_the_options_that_pages_name(page):
+    for command in page_commands(page):
+        if command.reason and (script := re.search(r"benchmarks/\w+\.py", command.text)):
+            source = (ROOT / script[0]).read_text()
+            for option in re.findall(r"--[\w-]+", command.text):
+                assert f'"{option}"' in source, f"{script[0]} has no {option}"
 
 
 def anchors(page: Path) -> set[str]:
@@ -80,7 +65,9 @@ def test_every_page_is_linked_from_another():
 
 
 def test_the_reference_is_what_the_code_says():
-    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs" / "make_reference.py")
+    assert commands_run_by(__file__) == ["make docs"]
+    _, script = recipe("docs")
+    spec = importlib.util.spec_from_file_location("make_reference", ROOT / script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.PAGE.read_text() == module.page(), "make docs"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from export_helpers import save_checkpoint
 from helpers import load_tiny, make_drafter
+from page_commands import command_line, commands_run_by
 from prepare_helpers import write_rows
 
 from dflash_lightning.decoding.decode import plain_decode
@@ -184,8 +185,9 @@ def test_killed_and_continued_is_the_same_report(settings, whole, tmp_path):
 @pytest.mark.slow
 def test_two_ranks_report_what_one_does(settings, whole, tmp_path, capsys):
     shared = {**settings, "json": tmp_path / "shared.json"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run([*launch, "-m", "dflash_lightning", *command(shared)], check=True, timeout=600)
+    [launch] = commands_run_by(__file__)
+    words = command_line(launch, {"8": ["2"], "...": command(shared)[1:]})
+    subprocess.run(words, check=True, timeout=600)
     assert {path.name for path in journal_folder(shared["json"]).iterdir()} == {"rank-0.jsonl", "rank-1.jsonl"}
     assert figures_of(shared["json"]) == figures_of(whole)
     assert texts_of(shared["json"]) == texts_of(whole)

@@ -14,12 +14,13 @@ import yaml
 from cache_helpers import stored_files
 from capture_helpers import capture_arguments, random_texts, write_texts
 from fit_helpers import PATIENCE, checkpoints, fit_config, identity, wait_for
+from page_commands import ROOT, command_line, commands_run_by
 
 from dflash_lightning.cli import run
 from dflash_lightning.training.checkpoints import read_training_checkpoint
 from dflash_lightning.training.resume import take_back
 
-SCRIPT = Path(__file__).parents[1] / "conf" / "cluster" / "torchrun.sh"
+SCRIPT = ROOT / "conf" / "cluster" / "torchrun.sh"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 TIMEOUT_SECONDS = 30
 # Until the launcher has reported the worker's error, on a busy machine.
@@ -155,7 +156,9 @@ def test_a_lost_host_ends_the_other_and_a_restart_goes_on_exactly(nodes, cache, 
         folder.mkdir()
     nodes.run("fit", "--config", write_config(llama_folder, cache, undisturbed))
 
-    fit = ("fit", "--config", write_config(llama_folder, cache, disturbed), "--resume", "auto")
+    [command] = commands_run_by(__file__)
+    script, node, *fit = command_line(command, {"run.yaml": [str(write_config(llama_folder, cache, disturbed))]})
+    assert (ROOT / script, node) == (SCRIPT, "0")
     last = disturbed / "checkpoints" / "last.ckpt"
     first, second = nodes.start(*fit)
     wait_for(last.exists)

@@ -2,12 +2,12 @@
 
 import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
 from cache_helpers import stored_files
 from capture_helpers import random_texts, write_texts
+from page_commands import command_line, commands_run_by
 from safetensors.torch import load_file, save_file
 
 from dflash_lightning.cache import FeatureCache, verify
@@ -82,14 +82,12 @@ def test_a_device_map_leaves_layers_on_disk_and_changes_no_bit(target_folder, tm
 
 
 def capture_in_groups(target, data, cache, processes) -> str:
-    """Capture under torchrun, two processes a target; returns what was said."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)),
-        *("-m", "dflash_lightning", "capture", "--target", str(target), "--data", str(data)),
-        *("--cache", str(cache), "--tensor-parallel-size", "2"),
-        *(f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()),
-    ]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
+    """Capture as docs/cache.md says, in so many processes, two a target; returns what was said."""
+    [command] = commands_run_by(__file__)
+    settings = {"target": target, "data": data, "cache": cache, **SETTINGS}
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    words = command_line(command, {"8": [str(processes)], "4": ["2"], "...": arguments})
+    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=600).stdout
 
 
 @pytest.mark.slow

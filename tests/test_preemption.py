@@ -12,12 +12,16 @@ import torch
 import yaml
 from capture_helpers import capture_arguments, random_texts, write_texts
 from fit_helpers import PATIENCE, checkpoints, fit_config, identity, wait_for
+from page_commands import command_line, commands_run_by
 
 from dflash_lightning.cli import run
 from dflash_lightning.training.checkpoints import read_training_checkpoint
 
 SLURM_SCRIPT = Path(__file__).parents[1] / "conf" / "cluster" / "slurm.sh"
-# Stands in for SLURM: one task, and SIGUSR1 for it as soon as it has saved its first checkpoint.
+# These stand in for SLURM: one task, and SIGUSR1 for it as soon as it has saved its first checkpoint.
+SBATCH = """#!/bin/bash
+exec bash "$@"
+"""
 SRUN = """#!/bin/bash
 [ "$1" = --wait=600 ] || exit 1
 shift
@@ -98,7 +102,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(llama_folder, cache,
 def test_the_slurm_script_queues_a_stopped_training_again(llama_folder, cache, tmp_path):
     tools = tmp_path / "bin"
     tools.mkdir()
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+    for name, text in (("sbatch", SBATCH), ("srun", SRUN), ("scontrol", SCONTROL)):
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
     activate = tmp_path / "activate"
@@ -113,7 +117,9 @@ def test_the_slurm_script_queues_a_stopped_training_again(llama_folder, cache, t
     job.write_text(script.replace(line, f"\nENVIRONMENT={activate}\n"))
 
     folder, requeued = tmp_path / "run", tmp_path / "requeued"
-    command = ["bash", str(job), "fit", "--config", str(write_config(llama_folder, cache, folder)), "--resume", "auto"]
+    [sbatch] = commands_run_by(__file__)
+    ours = {"conf/cluster/slurm.sh": [str(job)], "run.yaml": [str(write_config(llama_folder, cache, folder))]}
+    command = [str(tools / "sbatch"), *command_line(sbatch, ours)[1:]]
     environment = {**os.environ, **TASK, "REQUEUED": str(requeued)}
     last = folder / "checkpoints" / "last.ckpt"
 

@@ -3,12 +3,12 @@
 import json
 import re
 import subprocess
-import sys
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 import torch
+from page_commands import ROOT, commands_run_by, recipe
 
 from dflash_lightning.evaluation.prompt_results import is_tie
 from dflash_lightning.prepare.greedy import greedy_answers
@@ -17,7 +17,6 @@ from dflash_lightning.quickstart.prompts import FAMILIES, HELD_OUT_PER_FAMILY, T
 from dflash_lightning.quickstart.runner import StageFailed, StageRunner
 from dflash_lightning.target import load_target, load_tokenizer, stop_token_ids
 
-ROOT = Path(__file__).parents[1]
 ANSWERS = files("dflash_lightning.quickstart") / "answers.jsonl"
 
 
@@ -93,7 +92,8 @@ def test_stages_run_once_and_go_on_after_a_failure(tmp_path):
 def test_the_shortened_quickstart_makes_a_drafter_that_decodes(tmp_path):
     """Every stage on the real target with a good minute of training, as a user would run it; then once more."""
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "dflash_lightning.quickstart", "--output", str(run), "--max-steps", "160"]
+    assert commands_run_by(__file__) == ["make quickstart"]
+    command = [*recipe("quickstart"), "--output", str(run), "--max-steps", "160"]
     command += ["--train-per-family", "40", "--held-out", "6", "--max-new-tokens", "40"]
     subprocess.run(command, check=True, cwd=ROOT)
     summary = json.loads((run / "summary.json").read_text())
@@ -113,10 +113,3 @@ def test_the_shortened_quickstart_makes_a_drafter_that_decodes(tmp_path):
     assert list((run / "logs").glob("events.out.tfevents.*"))
     again = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
     assert len(re.findall("done before", again.stdout)) == len(summary["seconds"])
-
-
-def test_the_readmes_commands_are_those_of_the_makefile():
-    readme = (ROOT / "README.md").read_text()
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    named = set(re.findall(r"`?make (\w+)`?", readme))
-    assert {"quickstart", "test"} <= named <= targets

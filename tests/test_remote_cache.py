@@ -9,6 +9,7 @@ import pytest
 import torch
 from cache_helpers import capture, faults_beside_index, make_manifest, make_sample, shard_samples, stored_files
 from capture_helpers import capture_arguments, random_texts, write_texts
+from page_commands import command_line, commands_run_by
 from remote_helpers import BUCKET, objects_of, read_all, reference, s3, server, staging_in, start, stored
 from torch.utils.data import DataLoader
 
@@ -142,11 +143,17 @@ def test_credentials_come_from_the_environment(s3, server, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_target_is_captured_into_a_bucket(s3, server, llama_folder, tmp_path):
+def test_a_target_is_captured_into_a_bucket_by_the_commands_of_the_docs(s3, server, llama_folder, tmp_path, capsys):
     data = write_texts(tmp_path / "data", llama_folder, random_texts(20))
-    run(capture_arguments(llama_folder, data, tmp_path / "cache"))
-    reach = ["--object-store.endpoint", server.url]
-    run(capture_arguments(llama_folder, data, s3.location, *reach))
+    _, *capture = capture_arguments(llama_folder, data, tmp_path / "cache")
+    run(["capture", *capture])
+    place = capture.index("--cache")
+    del capture[place : place + 2]
+    for command in commands_run_by(__file__):
+        changes = {"s3://bucket/qwen3-8b": [s3.location], "http://minio:9000": [server.url], "...": capture}
+        # The server of these tests in Amazon's place.
+        run([*command_line(command, changes)[1:], "--object-store.endpoint", server.url])
+    assert "every object is there" in " ".join(capsys.readouterr().out.split())
     assert objects_of(s3) == stored_files(tmp_path / "cache")
 
 

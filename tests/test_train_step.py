@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_benchmarks import BENCHMARKS, benchmark
+from benchmark_helpers import BENCHMARKS, benchmark
+from page_commands import commands_run_by
 
 from dflash_lightning.training import losses
 from dflash_lightning.training.losses import linear_cross_entropy
@@ -65,19 +66,33 @@ def test_activation_checkpointing_gives_the_same_gradient_bit_for_bit_from_less(
     assert kept[1] < kept[0] / 2
 
 
+def results_of(command: str, folder: Path, *more: str) -> list[dict]:
+    output = folder / "results"
+    benchmark(command, folder, "--output", str(output), *more)
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+LOSS, *STEPS = sorted(commands_run_by(__file__))
+
+
 @pytest.mark.slow
-def test_the_benchmark_runs_and_names_what_it_measured(tmp_path):
-    output = tmp_path / "results"
-    benchmark(
-        "train_step.py", "compare", "--size", "tiny", "--steps", 2, "--cases", "ours", "reference", "--output", output
-    )
-    results = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [result["case"] for result in results] == ["ours", "reference"]
+@pytest.mark.parametrize("command", STEPS)
+def test_the_benchmarks_of_the_pages_run_and_name_what_they_measured(command, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr("train_step.GROWTH", {"anchors": [2, 4], "layers": [1]})
+    # Another size than the pages', and the second of two comparisons doesn't start a process for the reference too.
+    cases = ["ours", "reference"] if "--size quickstart" in command else ["ours"]
+    results = results_of(command, tmp_path, "--size", "tiny", "--steps", "2", "--cases", *cases)
     for result in results:
         assert 0 < result["data_wait_share"] < 1
         assert 0 < result["share_of_floor"] < 1
-        assert result["peak_memory_mb"] > 0
         assert result["gradient_seconds"] + result["optimizer_seconds"] < 1.1 * result["step_seconds"]
+    if " growth " in command:
+        grown = [(result["grows"], result["value"]) for result in results]
+        assert grown == [("anchors", 2), ("anchors", 4), ("layers", 1)]
+    else:
+        assert [result["case"] for result in results] == cases
+        assert all(result["peak_memory_mb"] > 0 for result in results)
 
 
 def resident(name: str) -> int:
@@ -108,8 +123,6 @@ def test_peak_memory_of_the_loss_grows_with_the_chunk_and_not_with_the_slots():
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_the_loss_runs():
-    lines = benchmark(
-        "linear_cross_entropy.py", "--slots", 8, "--hidden", 32, "--vocab", 272, "--turns", 1
-    ).splitlines()
-    assert [json.loads(line)["form"] for line in lines] == ["ours", "torch", "whole"]
+def test_the_benchmark_of_the_loss_runs(tmp_path):
+    results = results_of(LOSS, tmp_path, "--slots", "8", "--hidden", "32", "--vocab", "272", "--turns", "1")
+    assert [result["form"] for result in results] == ["ours", "torch", "whole"]
