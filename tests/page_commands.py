@@ -76,9 +76,9 @@ def page_commands(page: Path) -> list[PageCommand]:
         for block in BLOCK.finditer(text)
         for line in re.sub(r"\s*\\\n\s*", " ", block["commands"]).splitlines()
     ]
-    sentences = OTHER_BLOCK.sub("", text)
+    sentences = " ".join(OTHER_BLOCK.sub("", text).split())
     found += [
-        (" ".join(match["command"].split()), match["reason"])
+        (match["command"], match["reason"])
         for match in INLINE.finditer(sentences)
         if PROGRAM.match(match["command"]) and match["command"].removeprefix("dflash-lightning ") not in COMMANDS
     ]
