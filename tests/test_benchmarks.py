@@ -76,6 +76,10 @@ def check_storage_tau(_output: str, folder: Path) -> None:
     assert all(1 <= result["tau"] <= 8 for result in results)
 
 
+def check_storage_tau_plot(_output: str, folder: Path) -> None:
+    assert (folder / "storage_tau.png").read_bytes().startswith(b"\x89PNG")
+
+
 def check_capture_overlap(output: str, _folder: Path) -> None:
     assert "stored bytes the same in all 2 captures: True" in output
 
@@ -118,6 +122,7 @@ CHECKS = {
     "storage": check_storage,
     "packing_steps": check_packing_steps,
     "storage_tau": check_storage_tau,
+    "storage_tau_plot": check_storage_tau_plot,
     "capture_overlap": check_capture_overlap,
     "cache_open": check_cache_open,
     "padding": check_padding,
