@@ -4,6 +4,9 @@ import torch
 
 from dflash_lightning.errors import ConfigError
 
+# Names in `torch.cpu.get_capabilities`.
+BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
+
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     """The device called `name`; `auto` is the GPU of this process, or the CPU on a machine without GPUs.
@@ -23,3 +26,11 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
             f"device is {name!r}; expected auto or one that this machine has: {', '.join(['cpu', *gpus])}."
         )
     return torch.device(name)
+
+
+def computes_bfloat16_fast(device: torch.device) -> bool:
+    """Whether bfloat16 is the faster dtype: on GPUs, and on CPUs that have instructions for its products.
+
+    Other CPUs compute it correctly, but several times slower than float32.
+    """
+    return device.type != "cpu" or any(torch.cpu.get_capabilities().get(name) for name in BFLOAT16_INSTRUCTIONS)

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from page_commands import ROOT, commands_run_by, recipe
 
 from dflash_lightning.evaluation.prompt_results import is_tie
 from dflash_lightning.prepare.greedy import greedy_answers
 from dflash_lightning.prompts.rows import prompt_token_ids, read_prompts
+from dflash_lightning.quickstart.__main__ import write_training_config
 from dflash_lightning.quickstart.prompts import FAMILIES, HELD_OUT_PER_FAMILY, TRAIN_PER_FAMILY, make_prompts
 from dflash_lightning.quickstart.runner import StageFailed, StageRunner
 from dflash_lightning.target import load_target, load_tokenizer, stop_token_ids
@@ -58,6 +60,13 @@ def test_committed_answers_are_what_the_target_says(smollm2_folder):
         else:
             assert is_tie(target, prompt, committed, answer.token_ids), row.id
     assert same > 0
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", "bf16-mixed"), ("float32", "32-true")])
+def test_the_training_computes_in_the_dtype_that_the_cpu_is_fast_in(tmp_path, dtype, precision):
+    written = write_training_config(ROOT / "conf/quickstart.yaml", tmp_path, dtype, max_steps=8, max_new_tokens=40)
+    trainer = yaml.safe_load(written.read_text())["trainer"]
+    assert (trainer["precision"], trainer["max_steps"], trainer["val_check_interval"]) == (precision, 8, 2)
 
 
 def test_stages_run_once_and_go_on_after_a_failure(tmp_path):

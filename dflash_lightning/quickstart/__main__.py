@@ -8,9 +8,11 @@ import sys
 from importlib.resources import files
 from pathlib import Path
 
+import torch
 import yaml
 
 from dflash_lightning.cli import function_parser, one_message, parsed_settings
+from dflash_lightning.devices import computes_bfloat16_fast
 from dflash_lightning.durable import write_whole
 from dflash_lightning.errors import TargetError
 from dflash_lightning.evaluation.command import journal_folder
@@ -58,10 +60,12 @@ def write_prompts(run: Path, train_per_family: int) -> list[dict[str, str]]:
     return held_out
 
 
-def write_training_config(template: Path, run: Path, max_steps: int, max_new_tokens: int) -> Path:
-    """Write the training configuration of a run: the template with this run's folder and lengths."""
+def write_training_config(template: Path, run: Path, dtype: str, max_steps: int, max_new_tokens: int) -> Path:
+    """Write the training configuration of a run: the template with this run's folder, dtype and lengths."""
     config = yaml.safe_load(template.read_text(encoding="utf-8").replace(str(DEFAULT_RUN), str(run)))
     config["trainer"] |= {"max_steps": max_steps, "val_check_interval": max(1, max_steps // VALIDATIONS)}
+    if dtype == "float32":
+        config["trainer"]["precision"] = "32-true"
     decoding = next(c for c in config["trainer"]["callbacks"] if c["class_path"] == "callbacks.DecodedAcceptance")
     decoding["init_args"]["max_new_tokens"] = min(decoding["init_args"]["max_new_tokens"], max_new_tokens)
     path = run / "fit.yaml"
@@ -80,7 +84,7 @@ def quickstart(
     """From prompts to a drafter that decodes, on a 135M target and two CPU cores.
 
     Every stage is a command that you could type; it is shown before it runs. Run again to go on after an interruption:
-    finished stages aren't repeated.
+    finished stages aren't repeated. A CPU without instructions for bfloat16 computes in float32.
 
     Args:
         output: folder of the run.
@@ -94,6 +98,8 @@ def quickstart(
     run.mkdir(parents=True, exist_ok=True)
     stages = StageRunner(run)
     target, cli, length = str(run / "target"), "dflash-lightning", ["--max-new-tokens", str(max_new_tokens)]
+    dtype = "bfloat16" if computes_bfloat16_fast(torch.device("cpu")) else "float32"
+    computing = ["--dtype", dtype]
 
     stages.call("target", "SmolLM2-135M-Instruct", lambda: convert_gguf(find_gguf(), run / "target"))
 
@@ -103,28 +109,28 @@ def quickstart(
         *(
             [
                 *(cli, "prepare", "--target", target, "--input", str(run / f"{name}.jsonl")),
-                *("--output", str(run / "data" / name), *length),
+                *("--output", str(run / "data" / name), *computing, *length),
             ]
             for name in ("train", "heldout")
         ),
-        key=[train_per_family, max_new_tokens],
+        key=[train_per_family, max_new_tokens, dtype],
     )
     stages.commands(
         "capture",
         [
             *("torchrun", "--standalone", "--nproc-per-node", "2", "-m", "dflash_lightning", "capture"),
             *("--target", target, "--data", str(run / "data" / "train"), "--cache", str(run / "cache")),
-            *("--shard-tokens", "8192", "--num-threads", "1"),
+            *("--shard-tokens", "8192", "--num-threads", "1", *computing),
         ],
     )
-    _fit(stages, run, write_training_config(training, run, max_steps, max_new_tokens))
+    _fit(stages, run, write_training_config(training, run, dtype, max_steps, max_new_tokens))
     evaluation = run / "evaluation.json"
     stages.commands(
         "evaluate",
         [
             *(cli, "evaluate", "--target", target, "--drafter", str(best_checkpoint(run))),
             *("--prompts", str(run / "heldout.jsonl"), "--limit", str(held_out), *length),
-            *("--json", str(evaluation)),
+            *("--json", str(evaluation), *computing),
         ],
         # Of an earlier run with another drafter, or of one that was killed: a few prompts are soon decoded again.
         before=lambda: shutil.rmtree(journal_folder(evaluation), ignore_errors=True),
@@ -143,7 +149,7 @@ def quickstart(
         "generate",
         [
             *(cli, "generate", "--target", target, "--drafter", str(run / "export" / "zlab")),
-            *("--prompt", held_out_rows[0]["prompt"], *length),
+            *("--prompt", held_out_rows[0]["prompt"], *computing, *length),
         ],
     )
     summary = make_summary(run, stages.seconds)

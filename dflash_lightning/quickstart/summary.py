@@ -69,11 +69,14 @@ def print_summary(run: Path, summary: dict[str, Any]) -> None:
             f"plain: {validation['speedup']:.2f}x",
         ),
         (
-            "lossless, bf16",
+            f"lossless, {validation['settings']['dtype']}",
             f"{lossless['identical']} of {lossless['prompts']} texts equal to plain greedy, {lossless['ties']} part at "
             "a tie",
         ),
-        ("lossless, float32", f"{exact['identical']} of {exact['prompts']} texts equal to plain greedy"),
+        (
+            "lossless, as exported",
+            f"{exact['identical']} of {exact['prompts']} texts equal to plain greedy, in float32",
+        ),
         (
             "served by transformers",
             f"{check['identical']} of {check['prompts']} texts equal to ours, tau {check['tau']:.2f} (ours on these: "
