@@ -103,7 +103,7 @@ def command_line(command: str, changes: dict[str, list[str]] | None = None) -> l
         changes: Words in whose place others stand.
     """
     words = [new for word in shlex.split(command) for new in (changes or {}).get(word, [word])]
-    program = Path(sys.executable).with_name(words[0])
+    program = Path(sys.executable).parent / words[0]
     return [str(program), *words[1:]] if program.exists() else words
 
 
