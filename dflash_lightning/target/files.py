@@ -2,8 +2,9 @@
 
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -127,7 +128,8 @@ def loading(what: str, files: TargetFiles) -> Iterator[None]:
     """
     place = files.folder if files.gguf is None else files.folder / files.gguf
     try:
-        with quiet_transformers():
+        # The bar for a GGUF file isn't among those that transformers can switch off.
+        with quiet_transformers(), redirect_stderr(StringIO()) if files.gguf else nullcontext():
             yield
     except UNUSABLE as error:
         reason = " ".join(str(error).split())
