@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import NamedTuple, TypeVar
 
 import torch
-from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from torch import distributed
 
 from dflash_lightning.errors import ConfigError, LostRankError
@@ -47,14 +46,12 @@ def launched_place() -> Place:
     Of srun's variables the step's are read. Those of the job (SLURM_NTASKS, which Lightning goes by) are also set for a
     process that a batch script starts without srun, which is alone, and for a shell on an allocated node.
     """
-    if TorchElasticEnvironment.detect():
-        elastic = TorchElasticEnvironment()
-        nodes = int(os.environ["GROUP_WORLD_SIZE"])
-        return Place(elastic.global_rank(), elastic.world_size(), elastic.local_rank(), nodes)
-    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
-    if tasks > 1:
-        nodes = int(os.environ["SLURM_STEP_NUM_NODES"])
-        return Place(int(os.environ["SLURM_PROCID"]), tasks, int(os.environ["SLURM_LOCALID"]), nodes)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE")
+    if distributed.is_torchelastic_launched():
+        return Place(*(int(os.environ[name]) for name in names))
+    names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES")
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        return Place(*(int(os.environ[name]) for name in names))
     return Place(0, 1, 0)
 
 
@@ -68,7 +65,7 @@ def form_groups(place: Place, size: int) -> Group:
         ConfigError: the processes can't be divided into groups of that size.
     """
     if size > 1:
-        if not TorchElasticEnvironment.detect() or place.world_size % size:
+        if not distributed.is_torchelastic_launched() or place.world_size % size:
             raise ConfigError(
                 f"{size} processes are to hold a target together, but this is process {place.rank + 1} of "
                 f"{place.world_size}. Start a multiple of {size} processes with torchrun."
@@ -98,7 +95,10 @@ def world_of_all(place: Place) -> Iterator[distributed.ProcessGroup | None]:
         yield None
         return
     address = "env://"
-    if not TorchElasticEnvironment.detect():
+    if not distributed.is_torchelastic_launched():
+        # Here, because Lightning takes seconds to import, which every command would pay.
+        from lightning.fabric.plugins.environments import SLURMEnvironment
+
         node = SLURMEnvironment.resolve_root_node_address(os.environ["SLURM_STEP_NODELIST"])
         port = os.environ.get("MASTER_PORT", 15000 + int(os.environ["SLURM_JOB_ID"][-4:]))  # as Lightning chooses it
         address = f"tcp://{node}:{port}"

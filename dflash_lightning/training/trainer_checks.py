@@ -1,8 +1,8 @@
 """What Lightning's trainer has to be like; anything else is refused, as it would train something else or not at all."""
 
 import lightning as L
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from torch.distributed import is_torchelastic_launched
 
 from dflash_lightning.distributed import launched_place
 from dflash_lightning.errors import ConfigError
@@ -55,7 +55,7 @@ def _check_precision(trainer: L.Trainer) -> None:
 
 def _check_world(trainer: L.Trainer) -> None:
     place = launched_place()
-    if place.world_size == 1 and not TorchElasticEnvironment.detect():
+    if place.world_size == 1 and not is_torchelastic_launched():
         if trainer.num_nodes > 1:
             raise ConfigError(
                 f"trainer.num_nodes is {trainer.num_nodes}, but this process was started by hand and would wait for "
