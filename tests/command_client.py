@@ -1,4 +1,8 @@
-"""Commands in several processes that start in milliseconds, as forks of one that has imported everything."""
+"""Commands and programs in processes that start in milliseconds, as forks of one that has imported everything.
+
+An import of Lightning, DeepSpeed and transformers takes ten seconds of a core; a test that isn't about how a command is
+started needn't pay them.
+"""
 
 import json
 import os
@@ -6,8 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 
 def torchrun_environment(rank: int, world: int) -> dict[str, str]:
@@ -27,8 +34,16 @@ def meeting_place() -> dict[str, str]:
         return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
 
 
+class Finished(NamedTuple):
+    """A process that has ended."""
+
+    code: int
+    output: str
+    errors: str
+
+
 class CommandServer:
-    """Starts commands in forks of one process."""
+    """Starts commands, and programs of Python, in forks of one process."""
 
     def __init__(self, *modules: str):
         """
@@ -46,23 +61,62 @@ class CommandServer:
         self.process.stdin.flush()
         return int(self.process.stdout.readline())
 
+    def start(
+        self,
+        *arguments: object,
+        program: Path | None = None,
+        log: Path | None = None,
+        errors: Path | None = None,
+        **environment: str,
+    ) -> int:
+        """Process id of a command of ours, or of a program with these arguments.
+
+        Args:
+            log: file that gets what it prints, on stderr too unless there is a file of `errors`.
+        """
+        return self.ask(
+            arguments=list(map(str, arguments)),
+            environment=environment,
+            program=program and str(program),
+            log=log and str(log),
+            errors=errors and str(errors),
+        )
+
     def launch(
         self,
-        arguments: list[str],
+        arguments: Sequence[object],
         world: int,
         launcher: Callable[[int, int], dict[str, str]] = torchrun_environment,
+        program: Path | None = None,
+        log: Path | None = None,
         **environment: str,
     ) -> list[int]:
-        """Process ids of a command in `world` processes, each with the environment that a launcher gives it."""
-        return [self.ask(arguments=arguments, environment=launcher(rank, world) | environment) for rank in range(world)]
+        """The same in `world` processes, each with the environment that a launcher gives it."""
+        return [
+            self.start(*arguments, program=program, log=log, **launcher(rank, world) | environment)
+            for rank in range(world)
+        ]
 
-    def wait(self, processes: list[int]) -> list[int]:
+    def wait(self, processes: Sequence[int]) -> list[int]:
         """Exit codes; a negative one is the signal that ended the process."""
         return [self.ask(wait=process) for process in processes]
 
-    def close(self) -> None:
-        self.process.stdin.close()
-        self.process.wait(30)
+    def run(self, *arguments: object, program: Path | None = None) -> Finished:
+        """Run a command or a program to its end."""
+        with TemporaryDirectory() as folder:
+            log, errors = Path(folder) / "log", Path(folder) / "errors"
+            code = self.wait([self.start(*arguments, program=program, log=log, errors=errors)])[0]
+            return Finished(code, log.read_text(), errors.read_text())
+
+
+@cache
+def command_server() -> CommandServer:
+    """The one server of this process; it ends with it."""
+    return CommandServer(
+        *("dflash_lightning.training.fit", "dflash_lightning.capture.command", "dflash_lightning.evaluation.command"),
+        *("callbacks", "deepspeed"),
+        *(f"transformers.models.{kind}.modeling_{kind}" for kind in ("llama", "qwen3")),
+    )
 
 
 def kill(processes: list[int]) -> None:

@@ -1,14 +1,17 @@
-"""Runs commands in forks of a process that has imported everything already: they start in milliseconds.
+"""Runs commands and programs in forks of a process that has imported everything already: they start in milliseconds.
 
 A program for tests; its arguments are the modules to import. Lines of JSON on stdin: {"arguments": [...],
-"environment": {...}} starts a command and answers with its process id; {"wait": pid} answers with its exit code
-(negative: the signal that ended it). What commands print goes to stderr.
+"environment": {...}, "program": file or null, "log": file or null, "errors": file or null} starts one and answers with
+its process id; {"wait": pid} answers with its exit code (negative: the signal that ended it). What it prints goes to
+stderr, or to its log, and to the file of errors. The server ends with its stdin.
 """
 
 import json
 import os
+import runpy
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TextIO
 
 from dflash_lightning.cli import main
@@ -19,21 +22,25 @@ def answer(answers: TextIO, value: int) -> None:
     answers.flush()
 
 
-def start(arguments: list[str], environment: dict[str, str]) -> int:
+def start(
+    arguments: list[str], environment: dict[str, str], program: str | None, log: str | None, errors: str | None
+) -> int:
+    """Process id of the fork; the fork itself ends here, as a process of its own would."""
     process = os.fork()
     if process:
         return process
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+    for path, descriptors in ((log, (1, 2)), (errors, (2,))):
+        for descriptor in descriptors if path else ():
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.update(environment)
     sys.argv[1:] = arguments
-    code = 1
-    try:
+    if program:
+        sys.path[0] = str(Path(program).parent)
+        runpy.run_path(program, run_name="__main__")
+    else:
         main()
-        code = 0
-    except SystemExit as exit:
-        code = exit.code
-    finally:
-        os._exit(code)
+    sys.exit()
 
 
 if __name__ == "__main__":

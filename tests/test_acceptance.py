@@ -12,7 +12,7 @@ import torch
 from helpers import MASK_TOKEN_ID, load_tiny, make_drafter
 from lightning.pytorch.callbacks import ModelCheckpoint
 from test_throughput import Clock, Compute
-from training_helpers import Job, random_sample, torchrun, write_cache
+from training_helpers import Job, random_sample, run_on_ranks, write_cache
 
 from callbacks import DecodedAcceptance
 from callbacks import acceptance as acceptance_module
@@ -126,7 +126,7 @@ def test_two_ranks_report_what_one_does(job, prompts, answers, tmp_path):
         jobs[strategy, "without"] = cut
         jobs[strategy, "all"] = decoding(cut, prompts, tmp_path / strategy / "all", target_on="host")
         jobs[strategy, "one"] = decoding(cut, prompts, tmp_path / strategy / "one", limit=1)
-    ranks = torchrun(2, jobs, tmp_path)
+    ranks = run_on_ranks(2, jobs, tmp_path)
     decoding(job, prompts, tmp_path / "all").run()
     decoding(job, prompts, tmp_path / "one", limit=1).run()
     for strategy, kind in (name for name in jobs if name[1] != "without"):

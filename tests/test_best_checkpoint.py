@@ -9,7 +9,7 @@ import torch
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 from resume_helpers import make_job, write_random_cache
-from training_helpers import Job, torchrun
+from training_helpers import Job, run_on_ranks
 
 from dflash_lightning.cli import run
 from dflash_lightning.export import load_drafter
@@ -64,7 +64,7 @@ def trained(llama_folder, tmp_path_factory):
     }
     for name in CONFIGURATIONS:
         (folder / name).mkdir()
-    return torchrun(2, jobs, folder)[0], folder
+    return run_on_ranks(2, jobs, folder)[0], folder
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from cache_helpers import stored_files
 from capture_helpers import capture_arguments, random_texts, write_texts
-from command_client import CommandServer, kill, srun_environment, torchrun_environment
+from command_client import command_server, kill, srun_environment, torchrun_environment
 
 from dflash_lightning.cache import verify
 from dflash_lightning.cli import run
@@ -25,9 +25,7 @@ MARKERS = "shards/*/COMMITTED"
 
 @pytest.fixture(scope="module")
 def server():
-    server = CommandServer("transformers.models.llama.modeling_llama", "dflash_lightning.capture.command")
-    yield server
-    server.close()
+    return command_server()
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,11 @@
 import json
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from command_client import command_server, kill
 from export_helpers import save_checkpoint
 from helpers import load_tiny, make_drafter
 from page_commands import command_line, commands_run_by
@@ -164,15 +164,15 @@ def test_a_bad_family_is_refused_before_any_work_and_leaves_no_report(settings, 
 @pytest.mark.slow
 def test_killed_and_continued_is_the_same_report(settings, whole, tmp_path):
     killed = {**settings, "json": tmp_path / "killed.json"}
-    process = subprocess.Popen([sys.executable, "-m", "dflash_lightning", *command(killed)], stdout=subprocess.DEVNULL)
+    server = command_server()
+    process = server.start(*command(killed))
     journal = journal_folder(killed["json"]) / "rank-0.jsonl"
     deadline = time.monotonic() + 600
     while not (journal.exists() and journal.read_bytes().count(b"\n") > 5):
-        assert process.poll() is None, "it ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    kill([process])
+    assert server.wait([process]) == [-signal.SIGKILL], "it ended before it could be killed"
     assert 4 <= len(journal.read_bytes().splitlines()) - 2 < len(ROWS)
     with journal.open("ab") as file:
         file.write(b'{"prompt": 23, "texts": [{"torn')

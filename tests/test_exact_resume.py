@@ -6,7 +6,7 @@ import lightning as L
 import pytest
 import torch
 from resume_helpers import TracedOutcome, make_job, stranger, write_random_cache
-from training_helpers import Job, torchrun
+from training_helpers import Job, run_on_ranks
 
 from dflash_lightning.errors import CheckpointError
 
@@ -115,7 +115,7 @@ def by_two(job_of_12, tmp_path_factory):
         strategy: on_ranks(job_of_12, 2, strategy=strategy, save_to=folder / strategy)
         for strategy in ("zero2", "zero3")
     }
-    return torchrun(2, jobs, folder), folder
+    return run_on_ranks(2, jobs, folder), folder
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -129,7 +129,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_the_same_steps_on(ranks, job_of_
         )
         for strategy in strategies
     }
-    many = [{name: job.run() for name, job in jobs.items()}] if ranks == 1 else torchrun(ranks, jobs, tmp_path)
+    many = [{name: job.run() for name, job in jobs.items()}] if ranks == 1 else run_on_ranks(ranks, jobs, tmp_path)
     for strategy in strategies:
         whole, outcomes = two[0][strategy], [of_rank[strategy] for of_rank in many]
         for outcome in outcomes:

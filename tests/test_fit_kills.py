@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from command_client import CommandServer, kill, meeting_place
+from command_client import command_server, kill, meeting_place
 from fit_helpers import PATIENCE, checkpoints, fit_config, identity
 from resume_helpers import write_random_cache
 
@@ -21,9 +21,7 @@ STEPS, KILLS = 14, 10
 
 @pytest.fixture(scope="module")
 def server():
-    server = CommandServer("dflash_lightning.training.fit", "callbacks", "deepspeed")
-    yield server
-    server.close()
+    return command_server()
 
 
 @pytest.fixture(scope="module")

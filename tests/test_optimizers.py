@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import load_tiny, make_drafter
 from test_training import BLOCK_SIZE, job_of_given_steps, naive_objective
-from training_helpers import Job, torchrun
+from training_helpers import Job, run_on_ranks
 
 from dflash_lightning.errors import ConfigError
 from dflash_lightning.training.optimizers import MuonSettings, OptimizerSettings, make_optimizer
@@ -50,7 +50,7 @@ def weights_by_torch(job: Job, llama_folder) -> dict[str, torch.Tensor]:
 def test_muon_beside_adamw_equals_torchs_on_two_ranks(job, llama_folder, tmp_path):
     jobs = {name: replace(job, strategy=name, accumulation=2, devices=2) for name in ("zero1", "zero2")}
     expected = weights_by_torch(job, llama_folder)
-    for rank in torchrun(2, jobs, tmp_path):
+    for rank in run_on_ranks(2, jobs, tmp_path):
         for name, outcome in rank.items():
             for weight, ours in outcome.weights.items():
                 update = (expected[weight] - job.initial[weight]).norm()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from capture_helpers import capture_arguments, random_texts, write_texts
+from command_client import command_server, meeting_place
 from fit_helpers import PATIENCE, checkpoints, fit_config, identity, wait_for
 from page_commands import command_line, commands_run_by
 
@@ -80,13 +81,13 @@ def assert_same_weights(folder: Path, other: Path) -> None:
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(llama_folder, cache, tmp_path):
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    launch += ["-m", "dflash_lightning", "fit", "--resume", "auto", "--config"]
-    subprocess.run(
-        [*launch, str(write_config(llama_folder, cache, undisturbed, devices=2))], check=True, timeout=PATIENCE
-    )
+    launch += ["-m", "dflash_lightning"]
+    server, fit = command_server(), ["fit", "--resume", "auto", "--config"]
+    alone = [*fit, str(write_config(llama_folder, cache, undisturbed, devices=2))]
+    assert server.wait(server.launch(alone, 2, **meeting_place())) == [0, 0]
 
-    command = [*launch, str(write_config(llama_folder, cache, disturbed, devices=2))]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    command = [*fit, str(write_config(llama_folder, cache, disturbed, devices=2))]
+    process = subprocess.Popen([*launch, *command], stderr=subprocess.PIPE, text=True)
     wait_for((disturbed / "checkpoints" / "last.ckpt").exists)
     worker = psutil.Process(process.pid).children()[1]
     worker.send_signal(signal.SIGUSR1)
@@ -95,7 +96,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(llama_folder, cache,
     assert "exitcode  : 75" in errors  # of the first; the launcher ends the second if it is still on its way out
     assert newest(disturbed).step < 40
 
-    subprocess.run(command, check=True, timeout=PATIENCE)
+    assert server.wait(server.launch(command, 2, **meeting_place())) == [0, 0]
     assert_same_weights(undisturbed, disturbed)
 
 

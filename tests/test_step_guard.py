@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import MASK_TOKEN_ID
-from training_helpers import GivenSample, Job, random_sample, torchrun
+from training_helpers import GivenSample, Job, random_sample, run_on_ranks
 
 from dflash_lightning.config import DrafterSettings
 from dflash_lightning.errors import ConfigError, TrainingError
@@ -120,7 +120,7 @@ def test_two_ranks_leave_out_a_bad_step_together(job, tmp_path):
             jobs[name, precision, kind] = replace(
                 given, strategy=name, precision=precision, accumulation=2, devices=2, callbacks=(Snapshots(folder),)
             )
-    torchrun(2, jobs, tmp_path)
+    run_on_ranks(2, jobs, tmp_path)
     for name, precision in variants:
         check_left_out(tmp_path / name / precision / "bad", tmp_path / name / precision / "good", ranks=2)
     named = "optimizer step 2 was left out: its loss isn't finite. Samples: 's1-1'. Left out so far: 1."

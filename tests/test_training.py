@@ -12,7 +12,7 @@ from training_helpers import (
     Job,
     Outcome,
     random_sample,
-    torchrun,
+    run_on_ranks,
     write_cache,
 )
 
@@ -196,12 +196,12 @@ def assert_same_gradient(outcome: Outcome, expected: dict[str, torch.Tensor], in
 def two_ranks(job, from_cache, tmp_path_factory) -> list[dict[tuple, Outcome]]:
     """Every job of two ranks, in one launch."""
     drawn = {("drawn", name): replace(from_cache, strategy=name, accumulation=2, devices=2) for name in DRAWN}
-    return torchrun(2, given(job, 2) | drawn, tmp_path_factory.mktemp("ranks"))
+    return run_on_ranks(2, given(job, 2) | drawn, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")
 def four_ranks(job, tmp_path_factory) -> list[dict[tuple, Outcome]]:
-    return torchrun(4, given(job, 4), tmp_path_factory.mktemp("ranks"))
+    return run_on_ranks(4, given(job, 4), tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize(("ranks", "strategy", "accumulation"), GIVEN)
@@ -250,7 +250,7 @@ def test_a_run_resumed_on_another_number_of_ranks_goes_on_with_the_same_steps(fr
         )
         for done, checkpoint in cuts.items()
     }
-    by_two = torchrun(2, jobs, tmp_path)
+    by_two = run_on_ranks(2, jobs, tmp_path)
     for done in cuts:
         back = replace(stranger, resume=tmp_path / f"{done}" / f"step={done + 2}.ckpt").run()
         for outcome, steps_before in ((by_two[0][done], done), (by_two[1][done], done), (back, done + 2)):

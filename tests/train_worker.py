@@ -1,5 +1,5 @@
-"""One rank of a training: ``torchrun ... train_worker.py JOBS OUTPUT`` runs pickled jobs one after the other and saves
-what each ended with on this rank."""
+"""One rank of a training: ``train_worker.py JOBS OUTPUT`` runs pickled jobs one after the other and saves what each
+ended with on this rank."""
 
 import os
 import sys

@@ -1,7 +1,5 @@
-"""Short trainings for the tests, in one process or under torchrun."""
+"""Short trainings for the tests, in one process or several."""
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+from command_client import command_server, meeting_place
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 
@@ -223,12 +222,12 @@ class Job:
         )
 
 
-def torchrun(ranks: int, jobs: dict[Any, Job], folder: Path) -> list[dict[Any, Outcome]]:
-    """Run jobs one after the other in one launch; the outcomes by job, for each rank."""
+def run_on_ranks(ranks: int, jobs: dict[Any, Job], folder: Path) -> list[dict[Any, Outcome]]:
+    """Run jobs one after the other in so many processes, as torchrun would start them; the outcomes by job, for each
+    rank."""
     torch.save(jobs, folder / "jobs.pt")
-    worker = [str(Path(__file__).parent / "train_worker.py"), str(folder / "jobs.pt"), str(folder)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *worker]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    (folder / "log.txt").write_text(result.stdout + result.stderr)
+    worker, log, server = Path(__file__).parent / "train_worker.py", folder / "log.txt", command_server()
+    arguments = (folder / "jobs.pt", folder)
+    processes = server.launch(arguments, ranks, program=worker, log=log, **meeting_place())
+    assert server.wait(processes) == [0] * ranks, log.read_text()
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
