@@ -6,7 +6,8 @@ from itertools import accumulate, pairwise
 
 from transformers import PreTrainedTokenizerBase
 
-from dflash_lightning.evaluation.prompt_results import PromptResult, pooled_tau
+from dflash_lightning.decoding.tau import pooled_tau
+from dflash_lightning.evaluation.prompt_results import PromptResult
 
 ROUND = "¦"
 PUNCTUATION = re.compile(r"[!-/:-@\[-`{-~]")

@@ -1,9 +1,12 @@
-"""From the name of a device, as a user gives it, to a device that this process has."""
+"""What decoding computes on and in: from the name of a device, as a user gives it, to one that this process has."""
+
+from typing import Literal
 
 import torch
 
 from dflash_lightning.errors import ConfigError
 
+Dtype = Literal["bfloat16", "float32"]
 # Names in `torch.cpu.get_capabilities`.
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from dflash_lightning.errors import DataError
 
+IDENTIFYING_HASHES = ("weights_sha256", "tokenizer_sha256", "chat_template_sha256")
+
 
 class Journal:
     """Append-only JSONL file whose first line says what the work is, and each further line is one finished piece.
@@ -86,3 +88,28 @@ def read_journal(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]
                 f"{path}, line {number}: damaged ({error}). Remove the file to start this stage again."
             ) from error
     return (records[0] if records else None), records[1:]
+
+
+def refuse_other_work(record: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Compare what a folder holds with what is asked for, field by field; a target's name and revision are free.
+
+    Raises:
+        DataError: Some fields differ; each is named with both values. Nothing was changed.
+    """
+    differing = []
+    for part, value in wanted.items():
+        old = found.get(part)
+        fields = IDENTIFYING_HASHES if part == "target" else value if isinstance(value, dict) else None
+        if fields is None or not isinstance(old, dict):
+            differing += [f"{part}: there {old!r}, asked for {value!r}"] if old != value else []
+            continue
+        differing += [
+            f"{part}.{field}: there {old.get(field)!r}, asked for {value[field]!r}"
+            for field in fields
+            if old.get(field) != value[field]
+        ]
+    if differing:
+        raise DataError(
+            f"{record} belongs to other work: {'; '.join(differing)}. Nothing was changed. "
+            "Give the same settings to go on with it, or choose another output."
+        )

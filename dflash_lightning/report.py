@@ -13,7 +13,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from tensorboard.plugin_util import markdown_to_safe_html
 
-from callbacks.tensorboard_layout import CHARTS, SLOT, ChartPlan
+from dflash_lightning.charts import CHARTS, SLOT, ChartPlan
 from dflash_lightning.durable import write_whole
 from dflash_lightning.progress import say
 from dflash_lightning.run_log import RunLog, read_run_log

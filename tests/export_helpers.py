@@ -8,13 +8,13 @@ from transformers import PreTrainedModel
 
 from dflash_lightning import __version__
 from dflash_lightning.blocks import build_blocks
+from dflash_lightning.checkpoints import CHECKPOINT_KEY
 from dflash_lightning.config import DrafterConfig
 from dflash_lightning.decoding.decode import plain_decode
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.export import TokenIds, Verifier
 from dflash_lightning.features import compute_features
 from dflash_lightning.target import target_identity
-from dflash_lightning.training.checkpoints import CHECKPOINT_KEY
 from dflash_lightning.training.losses import LossSettings, score_slots, weighted_loss
 from dflash_lightning.visibility import dense_mask
 

@@ -11,9 +11,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from resume_helpers import make_job, write_random_cache
 from training_helpers import Job, run_on_ranks
 
+from dflash_lightning.checkpoints import read_training_checkpoint
 from dflash_lightning.cli import run
 from dflash_lightning.export import load_drafter
-from dflash_lightning.training.checkpoints import read_training_checkpoint
 from dflash_lightning.training.gathering import gather_drafter
 
 CONFIGURATIONS = ("quickstart", "train_qwen3_8b")

@@ -9,11 +9,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from callbacks.export import ExportDrafter, _out_of_the_way
+from dflash_lightning.checkpoints import is_training_checkpoint, read_training_checkpoint
 from dflash_lightning.config import DrafterSettings
 from dflash_lightning.errors import CheckpointError, ConfigError, ExportError
 from dflash_lightning.export import load_drafter, tensor_shapes
 from dflash_lightning.target import target_identity
-from dflash_lightning.training.checkpoints import is_training_checkpoint, read_training_checkpoint
 from dflash_lightning.training.module import DFlashModule
 from dflash_lightning.training.strategy import DFlashDeepSpeedStrategy
 

@@ -8,13 +8,9 @@ from helpers import load_tiny, make_drafter
 
 from dflash_lightning.decoding.context import Context
 from dflash_lightning.decoding.decode import plain_decode, speculative_decode
+from dflash_lightning.decoding.ties import is_tie
 from dflash_lightning.errors import DataError
-from dflash_lightning.evaluation.prompt_results import (
-    Prompt,
-    evaluate_prompt,
-    is_tie,
-    load_prompts,
-)
+from dflash_lightning.evaluation.prompt_results import Prompt, evaluate_prompt, load_prompts
 from dflash_lightning.evaluation.teacher_forcing import teacher_forced_lengths
 from dflash_lightning.target import load_tokenizer
 

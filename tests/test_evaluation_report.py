@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from dflash.benchmark import _print_decode_summary
 
+from dflash_lightning.decoding.tau import tau_interval
 from dflash_lightning.evaluation.plot import draw_report
-from dflash_lightning.evaluation.prompt_results import Prompt, PromptResult, tau_interval
+from dflash_lightning.evaluation.prompt_results import Prompt, PromptResult
 from dflash_lightning.evaluation.report import summarize
 from dflash_lightning.evaluation.table import print_report
 

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 from dflash_lightning.decoding.decode import speculative_decode
+from dflash_lightning.decoding.tau import pooled_tau
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import ExportError
-from dflash_lightning.evaluation.prompt_results import pooled_tau
 from dflash_lightning.export import export_drafter
 from dflash_lightning.export.transformers_check import load_assistant
 

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from callbacks import ExportDrafter
 from dflash_lightning.cli import run
 from dflash_lightning.decoding.decode import speculative_decode
+from dflash_lightning.decoding.tau import pooled_tau
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import ConfigError, DataError, ExportError
-from dflash_lightning.evaluation.prompt_results import pooled_tau
 from dflash_lightning.export import FORMATS, export, load_drafter, verification
 from dflash_lightning.export.verification import PROMPTS
 from dflash_lightning.target import load_tokenizer

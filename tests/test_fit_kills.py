@@ -13,8 +13,8 @@ from command_client import command_server, kill, meeting_place
 from fit_helpers import PATIENCE, checkpoints, fit_config, identity
 from resume_helpers import write_random_cache
 
+from dflash_lightning.checkpoints import SHARDS, open_checkpoint
 from dflash_lightning.errors import CheckpointError
-from dflash_lightning.training.checkpoints import SHARDS, open_checkpoint
 
 STEPS, KILLS = 14, 10
 

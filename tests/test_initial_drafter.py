@@ -12,11 +12,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from test_module import make_job
 from training_helpers import DealtData, make_trainer, random_sample, write_cache
 
+from dflash_lightning.checkpoints import TrainingCheckpoint, read_training_checkpoint
 from dflash_lightning.config import DrafterSettings
 from dflash_lightning.errors import CacheError, ConfigError, ExportError
 from dflash_lightning.export import FORMATS, export, export_drafter
 from dflash_lightning.target import load_tokenizer
-from dflash_lightning.training.checkpoints import TrainingCheckpoint, read_training_checkpoint
 from dflash_lightning.training.fit import fit
 from dflash_lightning.training.module import DFlashModule, OptimizerSettings
 

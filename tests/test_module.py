@@ -6,10 +6,10 @@ import torch
 from helpers import MASK_TOKEN_ID
 from training_helpers import DealtData, GivenSample, Job, make_trainer, random_sample
 
+from dflash_lightning.checkpoints import CHECKPOINT_KEY
 from dflash_lightning.config import DrafterSettings
 from dflash_lightning.errors import ConfigError, TargetError
 from dflash_lightning.target import load_tables
-from dflash_lightning.training.checkpoints import CHECKPOINT_KEY
 from dflash_lightning.training.losses import LossSettings
 from dflash_lightning.training.module import DFlashModule, OptimizerSettings
 

@@ -16,8 +16,8 @@ from capture_helpers import capture_arguments, random_texts, write_texts
 from fit_helpers import PATIENCE, checkpoints, fit_config, identity, wait_for
 from page_commands import ROOT, command_line, commands_run_by
 
+from dflash_lightning.checkpoints import read_training_checkpoint
 from dflash_lightning.cli import run
-from dflash_lightning.training.checkpoints import read_training_checkpoint
 from dflash_lightning.training.resume import take_back
 
 SCRIPT = ROOT / "conf" / "cluster" / "torchrun.sh"

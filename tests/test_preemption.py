@@ -15,8 +15,8 @@ from command_client import command_server, meeting_place
 from fit_helpers import PATIENCE, checkpoints, fit_config, identity, wait_for
 from page_commands import command_line, commands_run_by
 
+from dflash_lightning.checkpoints import read_training_checkpoint
 from dflash_lightning.cli import run
-from dflash_lightning.training.checkpoints import read_training_checkpoint
 
 SLURM_SCRIPT = Path(__file__).parents[1] / "conf" / "cluster" / "slurm.sh"
 # These stand in for SLURM: one task, and SIGUSR1 for it as soon as it has saved its first checkpoint.

@@ -11,7 +11,7 @@ import torch
 import yaml
 from page_commands import ROOT, commands_run_by, recipe
 
-from dflash_lightning.evaluation.prompt_results import is_tie
+from dflash_lightning.decoding.ties import is_tie
 from dflash_lightning.prepare.greedy import greedy_answers
 from dflash_lightning.prompts.rows import prompt_token_ids, read_prompts
 from dflash_lightning.quickstart.__main__ import write_training_config

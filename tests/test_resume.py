@@ -8,8 +8,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from dflash_lightning.checkpoints import CHECKPOINT_KEY
 from dflash_lightning.errors import CheckpointError, ConfigError
-from dflash_lightning.training.checkpoints import CHECKPOINT_KEY
 from dflash_lightning.training.resume import OneStart, Start, check_same_run, choose_start, take_back
 from dflash_lightning.training.strategy import DFlashDeepSpeedStrategy
 

@@ -21,7 +21,7 @@ from tensorboard.program import TensorBoard
 
 from dflash_lightning.cache import FeatureCache
 from dflash_lightning.cache.packing import unpack
-from dflash_lightning.training.checkpoints import read_training_checkpoint
+from dflash_lightning.checkpoints import read_training_checkpoint
 
 VALIDATION_KEYS = {
     *("tau", "tau_low", "tau_high", "target", "drafter", "teacher_forced_tau", "rounds", "prompts", "by_family"),

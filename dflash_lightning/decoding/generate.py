@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 from dflash_lightning.decoding.decode import Generation, length_limits, plain_decode, speculative_decode
 from dflash_lightning.decoding.sampling import make_scheme
 from dflash_lightning.decoding.streaming import SpanPrinter
-from dflash_lightning.devices import resolve_device
-from dflash_lightning.evaluation.command import Dtype
-from dflash_lightning.evaluation.prompt_results import is_tie, pooled_tau
-from dflash_lightning.evaluation.table import show_number
+from dflash_lightning.decoding.tau import pooled_tau
+from dflash_lightning.decoding.ties import is_tie
+from dflash_lightning.devices import Dtype, resolve_device
 from dflash_lightning.export import load_drafter
 from dflash_lightning.prompts.rows import PromptRow, prompt_token_ids
 from dflash_lightning.target import load_target, load_tokenizer, stop_token_ids
@@ -121,10 +120,11 @@ def _report(runs: Sequence[Generation], console: Console) -> None:
     """Acceptance length and speed of all answers."""
     tokens, rounds = sum(len(run.token_ids) for run in runs), sum(len(run.committed) for run in runs)
     seconds = sum(run.prefill_seconds + run.decode_seconds for run in runs)
+    tau = pooled_tau(run.committed for run in runs)
     answers = f" in {len(runs)} answers" if len(runs) > 1 else ""
     console.print(
         f"{tokens} tokens{answers}, {rounds} verify rounds, acceptance length tau "
-        f"{show_number(pooled_tau(run.committed for run in runs))}; {tokens / seconds:.1f} tokens/s"
+        f"{'-' if tau is None else f'{tau:.2f}'}; {tokens / seconds:.1f} tokens/s"
     )
     if mask_tokens := sum(run.mask_tokens for run in runs):
         console.print(

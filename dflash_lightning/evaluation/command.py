@@ -5,12 +5,12 @@ from datetime import timedelta
 from inspect import signature
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from dflash_lightning.decoding.sampling import make_scheme
-from dflash_lightning.devices import resolve_device
+from dflash_lightning.devices import Dtype, resolve_device
 from dflash_lightning.distributed import gather_when_all_are_done, launched_place, world_of_all
 from dflash_lightning.durable import write_whole
 from dflash_lightning.errors import ConfigError
@@ -27,7 +27,6 @@ from dflash_lightning.target import (
     target_text_config,
 )
 
-Dtype = Literal["bfloat16", "float32"]
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 # The first waits for the last; one that has ended is noticed at once.
 MEETING_TIMEOUT = timedelta(hours=24)

@@ -10,8 +10,7 @@ import torch
 
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.evaluation.prompt_results import Prompt, PromptResult
-from dflash_lightning.journal import Journal, read_journal
-from dflash_lightning.prepare.data import refuse_other_work
+from dflash_lightning.journal import Journal, read_journal, refuse_other_work
 
 
 class EvaluationJournal:

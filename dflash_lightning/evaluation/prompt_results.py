@@ -1,29 +1,19 @@
-"""Real decoding of prompts, plainly and with a drafter, and what follows for the acceptance length.
-
-``tau`` is tokens committed by verify rounds / verify rounds. It counts the bonus token and not what a stop token or the
-length limit cut off (1 to block size).
-"""
+"""Real decoding of prompts, plainly and with a drafter, and how the two compare."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_lightning.decoding.decode import Generation, plain_decode, speculative_decode
 from dflash_lightning.decoding.sampling import Greedy, Scheme
+from dflash_lightning.decoding.ties import is_tie
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import DataError
 from dflash_lightning.evaluation.teacher_forcing import teacher_forced_lengths
-from dflash_lightning.features import input_device
 from dflash_lightning.prompts.rows import PromptRow, prompt_token_ids
 from dflash_lightning.prompts.sets import read_evaluation_prompts
-
-BOOTSTRAP_DRAWS = 2000
-# Where two texts part, the target's two logits may differ by so many units in the last place of its dtype.
-TIE_UNITS = 4
 
 
 @dataclass(frozen=True)
@@ -90,23 +80,6 @@ class PromptResult:
     plain_prefill_seconds: float
 
 
-def is_tie(target: PreTrainedModel, prompt_ids: Sequence[int], text: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two greedy texts part at a tie.
-
-    A third forward, of the common prefix in one piece, gives the logits of both tokens where the texts part. They must
-    be no further apart than a few roundings in the target's dtype.
-    """
-    parting = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), None)
-    if parting is None:  # one text goes on where the other ended: no rounding explains that
-        return False
-    prefix = torch.tensor([[*prompt_ids, *text[:parting]]], device=input_device(target))
-    with torch.inference_mode():
-        logits = target(prefix, use_cache=False, logits_to_keep=1).logits[0, -1]
-    first, second = logits[text[parting]].double(), logits[other[parting]].double()
-    unit = torch.finfo(logits.dtype).eps * 2 ** torch.floor(torch.log2(torch.maximum(first.abs(), second.abs())))
-    return bool((first - second).abs() <= TIE_UNITS * unit)
-
-
 def evaluate_prompt(
     target: PreTrainedModel,
     drafter: Drafter,
@@ -157,28 +130,3 @@ def decode_plainly(
     return [
         plain_decode(target, prompt.token_ids, max_new_tokens=max_new_tokens, stop_ids=stop_ids) for prompt in prompts
     ]
-
-
-def pooled_tau(committed: Iterable[Sequence[int]]) -> float | None:
-    """Tokens committed / rounds over several prompts; None without any round."""
-    lengths = [n for rounds in committed for n in rounds]
-    return sum(lengths) / len(lengths) if lengths else None
-
-
-def tau_interval(committed: Sequence[Sequence[int]], seed: int = 0) -> tuple[float | None, float | None]:
-    """95 % bootstrap interval of the pooled tau, prompts drawn with replacement."""
-    return ratio_interval([sum(rounds) for rounds in committed], [len(rounds) for rounds in committed], seed)
-
-
-def ratio_interval(
-    numerators: Sequence[float], denominators: Sequence[float], seed: int = 0
-) -> tuple[float | None, float | None]:
-    """95 % bootstrap interval of sum / sum, pairs drawn with replacement; None where all denominators are 0."""
-    above, below = np.array(numerators, dtype=float), np.array(denominators, dtype=float)
-    if below.sum() == 0:
-        return None, None
-    draws = np.random.default_rng(seed).integers(len(above), size=(BOOTSTRAP_DRAWS, len(above)))
-    drawn = below[draws].sum(axis=1)
-    ratios = above[draws].sum(axis=1)[drawn > 0] / drawn[drawn > 0]
-    low, high = np.quantile(ratios, [0.025, 0.975])
-    return float(low), float(high)

@@ -6,7 +6,8 @@ from itertools import groupby, pairwise
 from statistics import mean, median
 from typing import Any
 
-from dflash_lightning.evaluation.prompt_results import PromptResult, pooled_tau, ratio_interval, tau_interval
+from dflash_lightning.decoding.tau import pooled_tau, ratio_interval, tau_interval
+from dflash_lightning.evaluation.prompt_results import PromptResult
 
 
 def summarize(

@@ -8,9 +8,9 @@ from typing import Any
 
 from dflash_lightning import __version__
 from dflash_lightning.cache import TargetIdentity
+from dflash_lightning.checkpoints import TrainingCheckpoint
 from dflash_lightning.config import DrafterConfig
 from dflash_lightning.export.format import Format, TokenIds
-from dflash_lightning.training.checkpoints import TrainingCheckpoint
 
 METADATA_FILE, CARD_FILE = "dflash_lightning.json", "README.md"
 # The card of somebody else's folder that ours was converted from: its licence, its results.

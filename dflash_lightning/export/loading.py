@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from dflash_lightning.checkpoints import is_training_checkpoint, read_training_checkpoint
 from dflash_lightning.config import DrafterConfig
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import ExportError
@@ -28,7 +29,6 @@ from dflash_lightning.target import (
     target_identity,
     target_text_config,
 )
-from dflash_lightning.training.checkpoints import is_training_checkpoint, read_training_checkpoint
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 FORMATS: dict[str, Format] = {form.name: form for form in (ZLAB, SPECULATORS, TRANSFORMERS)}

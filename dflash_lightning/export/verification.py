@@ -21,9 +21,10 @@ from transformers.utils import ModelOutput
 
 from dflash_lightning.config import DrafterConfig
 from dflash_lightning.decoding.decode import plain_decode, speculative_decode
+from dflash_lightning.decoding.tau import pooled_tau
+from dflash_lightning.decoding.ties import is_tie
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import ExportError, TargetError
-from dflash_lightning.evaluation.prompt_results import is_tie, pooled_tau
 from dflash_lightning.export.card import Verification
 from dflash_lightning.export.folder import export_drafter
 from dflash_lightning.export.format import rope_parameters

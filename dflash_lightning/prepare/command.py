@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dflash_lightning.devices import resolve_device
 from dflash_lightning.errors import ConfigError, DataError, TargetError
-from dflash_lightning.journal import Journal
+from dflash_lightning.journal import Journal, refuse_other_work
 from dflash_lightning.prepare.data import (
     INFO,
     JOURNAL,
@@ -22,7 +22,6 @@ from dflash_lightning.prepare.data import (
     dataset_sha256,
     load_data,
     read_info,
-    refuse_other_work,
     write_data,
 )
 from dflash_lightning.prepare.greedy import GreedyAnswer, greedy_answers

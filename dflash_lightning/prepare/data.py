@@ -13,7 +13,6 @@ from dflash_lightning.errors import DataError
 
 SAMPLES, SKIPPED, INFO, JOURNAL = "samples.jsonl", "skipped.jsonl", "data.json", "journal.jsonl"
 FORMAT_VERSION = 1
-IDENTIFYING_HASHES = ("weights_sha256", "tokenizer_sha256", "chat_template_sha256")
 
 
 @dataclass(frozen=True)
@@ -128,31 +127,6 @@ def write_data(folder: Path, info: DataInfo, samples: list[PreparedSample], skip
     write_whole(folder / SKIPPED, "".join(dump_line(record) for record in skipped))
     description = {"format_version": FORMAT_VERSION, "complete": True, **asdict(info)}
     write_whole(folder / INFO, json.dumps(description, indent=2, ensure_ascii=False) + "\n")
-
-
-def refuse_other_work(record: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Compare what a folder holds with what is asked for, field by field; a target's name and revision are free.
-
-    Raises:
-        DataError: Some fields differ; each is named with both values. Nothing was changed.
-    """
-    differing = []
-    for part, value in wanted.items():
-        old = found.get(part)
-        fields = IDENTIFYING_HASHES if part == "target" else value if isinstance(value, dict) else None
-        if fields is None or not isinstance(old, dict):
-            differing += [f"{part}: there {old!r}, asked for {value!r}"] if old != value else []
-            continue
-        differing += [
-            f"{part}.{field}: there {old.get(field)!r}, asked for {value[field]!r}"
-            for field in fields
-            if old.get(field) != value[field]
-        ]
-    if differing:
-        raise DataError(
-            f"{record} belongs to other work: {'; '.join(differing)}. Nothing was changed. "
-            "Give the same settings to go on with it, or choose another output."
-        )
 
 
 def dataset_sha256(samples: Iterable[PreparedSample]) -> str:

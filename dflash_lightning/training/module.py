@@ -15,11 +15,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from dflash_lightning import __version__
 from dflash_lightning.blocks import Blocks, build_blocks, positions_in_document
 from dflash_lightning.cache.packing import PackedFeatures, unpack
+from dflash_lightning.checkpoints import CHECKPOINT_KEY
 from dflash_lightning.config import DrafterSettings
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import ConfigError
 from dflash_lightning.target import load_tables, target_identity
-from dflash_lightning.training.checkpoints import CHECKPOINT_KEY
 from dflash_lightning.training.exact_resume import ExactResume
 from dflash_lightning.training.gathering import load_weights
 from dflash_lightning.training.initial_drafter import choose_drafter

@@ -8,8 +8,8 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
+from dflash_lightning.checkpoints import CHECKPOINT_KEY, open_checkpoint
 from dflash_lightning.errors import CheckpointError, ConfigError
-from dflash_lightning.training.checkpoints import CHECKPOINT_KEY, open_checkpoint
 
 # What follows the name of a checkpoint that is being written, and of the older one while the new one takes its place.
 PARTIAL, REPLACED = ".partial", ".replaced"

@@ -16,11 +16,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from dflash_lightning.checkpoints import open_checkpoint, optimizer_shards
 from dflash_lightning.distributed import is_of_lost_rank
 from dflash_lightning.durable import sync_folder, sync_tree
 from dflash_lightning.errors import CheckpointError, ConfigError
 from dflash_lightning.training import universal
-from dflash_lightning.training.checkpoints import open_checkpoint, optimizer_shards
 from dflash_lightning.training.resume import PARTIAL, REPLACED, take_back
 
 DEFAULT_BUCKET_SIZE = 200_000_000

@@ -9,8 +9,8 @@ import io
 import shutil
 from pathlib import Path
 
+from dflash_lightning.checkpoints import SHARDS, UNREADABLE
 from dflash_lightning.errors import CheckpointError
-from dflash_lightning.training.checkpoints import SHARDS, UNREADABLE
 
 SUFFIX = ".universal"
 
