@@ -22,16 +22,14 @@ from statistics import median
 from unittest import mock
 
 import torch
+from decoders import load
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModel
 
 from dflash_lightning.decoding.decode import plain_decode, speculative_decode
-from dflash_lightning.devices import resolve_device
-from dflash_lightning.evaluation.prompt_results import load_prompts, pooled_tau
-from dflash_lightning.export import load_drafter
+from dflash_lightning.decoding.tau import pooled_tau
 from dflash_lightning.export.transformers_check import generate_with_transformers
-from dflash_lightning.target import load_target, load_tokenizer, stop_token_ids
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 # Prompt -> new tokens, and tokens committed by each verify round.
@@ -152,28 +150,23 @@ def main() -> None:
     parser.add_argument("--prompts", required=True, help="JSONL file of prompts")
     parser.add_argument("--limit", type=int, default=6, help="only so many prompts")
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     options = parser.parse_args()
-
-    device, dtype = resolve_device(options.device), getattr(torch, options.dtype)
-    tokenizer = load_tokenizer(options.target)
-    target = load_target(options.target, dtype=dtype, device=device)
-    drafter = load_drafter(options.drafter, dtype=dtype, device=device, target=options.target)
-    assistant = AutoModel.from_pretrained(options.drafter, dtype=dtype).eval().to(device)
-    prompts = [prompt.token_ids for prompt in load_prompts(options.prompts, tokenizer, limit=options.limit)]
-    limits = {"max_new_tokens": options.max_new_tokens, "stop_ids": stop_token_ids(target, tokenizer)}
+    loaded = load(options)
+    device, target, drafter, prompts = loaded.device, loaded.target, loaded.drafter, loaded.prompts
+    assistant = AutoModel.from_pretrained(options.drafter, dtype=loaded.dtype).eval().to(device)
 
     def ours(decode: Callable, prompt: Sequence[int]) -> tuple[list[int], list[int]]:
-        run = decode(prompt_ids=prompt, **limits)
+        run = decode(prompt_ids=prompt, **loaded.limits)
         return run.token_ids, run.committed
 
     decoders: dict[str, Decoder] = {
         "plain": partial(ours, partial(plain_decode, target)),
         "ours": partial(ours, partial(speculative_decode, target, drafter)),
-        "transformers": lambda prompt: generate_with_transformers(target, assistant, prompt, **limits),
+        "transformers": lambda prompt: generate_with_transformers(target, assistant, prompt, **loaded.limits),
     }
 
     def now() -> float:

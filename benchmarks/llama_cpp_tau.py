@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-import torch
+from decoders import load
 
 from dflash_lightning.decoding.decode import speculative_decode
-from dflash_lightning.evaluation.prompt_results import is_tie, load_prompts, pooled_tau
-from dflash_lightning.export import load_drafter
-from dflash_lightning.target import load_target, load_tokenizer, stop_token_ids
+from dflash_lightning.decoding.tau import pooled_tau
+from dflash_lightning.decoding.ties import is_tie
 
 
 def complete(server: str, prompt_ids: Sequence[int], max_new_tokens: int) -> dict[str, Any]:
@@ -32,24 +31,20 @@ def complete(server: str, prompt_ids: Sequence[int], max_new_tokens: int) -> dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--server", default="http://127.0.0.1:8080")
     parser.add_argument("--target", required=True)
     parser.add_argument("--drafter", type=Path, required=True, help="exported folder or checkpoint")
     parser.add_argument("--prompts", required=True, help="JSONL file of prompts")
     parser.add_argument("--limit", type=int, default=12, help="only so many prompts")
     parser.add_argument("--max-new-tokens", type=int, default=80)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--server", default="http://127.0.0.1:8080")
     options = parser.parse_args()
-
-    dtype = getattr(torch, options.dtype)
-    tokenizer = load_tokenizer(options.target)
-    target = load_target(options.target, dtype=dtype)
-    drafter = load_drafter(options.drafter, dtype=dtype, target=options.target)
-    stop_ids = stop_token_ids(target, tokenizer)
-    prompts = [prompt.token_ids for prompt in load_prompts(options.prompts, tokenizer, limit=options.limit)]
+    loaded = load(options)
+    target, stop_ids = loaded.target, loaded.limits["stop_ids"]
     runs, tokens, rounds, equal, ties = [], 0, 0, 0, 0
-    for prompt in prompts:
-        run = speculative_decode(target, drafter, prompt, max_new_tokens=options.max_new_tokens, stop_ids=stop_ids)
+    for prompt in loaded.prompts:
+        run = speculative_decode(target, loaded.drafter, prompt, **loaded.limits)
         answer = complete(options.server, prompt, options.max_new_tokens)
         timings = answer["timings"]
         # The first token belongs to no round; every round commits a token besides those that it accepted.
@@ -63,7 +58,7 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "prompts": len(prompts),
+                "prompts": len(loaded.prompts),
                 "dtype": options.dtype,
                 "tau": pooled_tau(run.committed for run in runs),
                 "tau_llama_cpp": tokens / rounds,

@@ -36,8 +36,9 @@ from dflash_lightning.cache.packing import pack, unpack
 from dflash_lightning.cache.storage import STORAGES, Storage, packed_bits
 from dflash_lightning.config import DrafterConfig, DrafterSettings
 from dflash_lightning.decoding.decode import speculative_decode
+from dflash_lightning.decoding.tau import pooled_tau, tau_interval
 from dflash_lightning.drafter import Drafter
-from dflash_lightning.evaluation.prompt_results import Prompt, load_prompts, pooled_tau, tau_interval
+from dflash_lightning.evaluation.prompt_results import Prompt, load_prompts
 from dflash_lightning.progress import say, track
 from dflash_lightning.quickstart.prompts import make_prompts
 from dflash_lightning.target import load_target, load_tokenizer, stop_token_ids, target_text_config
