@@ -72,5 +72,5 @@ def test_a_mask_token_that_ends_answers_is_refused(llama_folder, tmp_path):
     shutil.copytree(llama_folder, target)
     read_drafter(folder, str(target))
     (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
-    with pytest.raises(ExportError, match="mask token 3 ends the target's answers"):
+    with pytest.raises(ExportError, match="mask token 3 is the target's stop token"):
         read_drafter(folder, str(target))

@@ -1,6 +1,7 @@
 """Read a drafter back, wherever it stands: an exported folder of any format, or a training checkpoint."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -129,12 +130,8 @@ def check_fits_target(source: DrafterSource, target: str) -> None:
     """
     text_config = target_text_config(target)
     _check_shape(source.config, text_config)
-    check_mask_token(source.config, TokenIds.from_target(text_config))
-    if source.config.mask_token_id in stop_token_ids(load_generation_config(target), load_tokenizer(target)):
-        raise ExportError(
-            f"The drafter's mask token {source.config.mask_token_id} ends the target's answers: it is a stop token of "
-            "its generation_config.json or its tokenizer. Train with another mask_token_id."
-        )
+    stop_ids = stop_token_ids(load_generation_config(target), load_tokenizer(target))
+    check_mask_token(source.config, TokenIds.from_target(text_config), stop_ids)
     if source.provenance is None:
         return
     trained, given = source.provenance.target, target_identity(target)
@@ -170,10 +167,17 @@ def _check_shape(config: DrafterConfig, target: PreTrainedConfig) -> None:
         )
 
 
-def check_mask_token(config: DrafterConfig, tokens: TokenIds) -> None:
-    """Refuse a mask token that means something else to the target. Raises ExportError."""
+def check_mask_token(config: DrafterConfig, tokens: TokenIds, stop_ids: Iterable[int] = ()) -> None:
+    """Refuse a mask token that means something else to the target.
+
+    Args:
+        stop_ids: of its generation defaults and its tokenizer.
+
+    Raises:
+        ExportError: naming what it means.
+    """
     eos = tokens.eos if isinstance(tokens.eos, list) else [tokens.eos]
-    roles = {tokens.bos: "bos", tokens.pad: "pad", **dict.fromkeys(eos, "eos")}
+    roles = {**dict.fromkeys(stop_ids, "stop"), tokens.bos: "bos", tokens.pad: "pad", **dict.fromkeys(eos, "eos")}
     if config.mask_token_id in roles:
         raise ExportError(
             f"The drafter's mask token {config.mask_token_id} is the target's {roles[config.mask_token_id]} token, "
