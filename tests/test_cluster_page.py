@@ -10,7 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dflash_lightning.cache.space import feature_row_bytes
 from dflash_lightning.config import DrafterConfig, DrafterSettings
-from dflash_lightning.doctor.parts import BYTES_PER_WEIGHT
+from dflash_lightning.doctor.training import BYTES_PER_WEIGHT
 from dflash_lightning.drafter import Drafter
 
 # Qwen/Qwen3-8B's config.json.

@@ -51,10 +51,11 @@ def _checks(
     yield from check_packages()
     yield from check_machine(folder)
     yield from check_ranks()
-    # With wrong packages these may not even be imported.
-    from dflash_lightning.doctor.parts import Parts
+    if any(part is not None for part in (target, data, cache, training)):
+        # With wrong packages these may not even be imported.
+        from dflash_lightning.doctor.parts import Parts
 
-    yield from Parts(target, data, cache, training).check()
+        yield from Parts(target, data, cache, training).check()
 
 
 def _line(verdict: Verdict) -> Text:
