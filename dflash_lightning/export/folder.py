@@ -1,10 +1,12 @@
 """Write an exported folder: whole, or not at all."""
 
+import fcntl
 import json
+import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -174,14 +176,33 @@ def _take_names(folders: Mapping[Path, Path]) -> None:
 
 @contextmanager
 def _unfinished(folder: Path) -> Iterator[Path]:
-    """A folder beside ``folder``, which is removed when the block ends unless it was renamed."""
+    """A folder beside ``folder``, which is removed when the block ends unless it was renamed.
+
+    It is locked meanwhile: what an export that was killed has left there isn't, and is removed first.
+    """
     partial = folder.parent / f".{folder.name}.{uuid.uuid4().hex}.partial"
-    try:
+    with ExitStack() as held:
         with _writing(folder):
-            partial.mkdir(parents=True)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(folder.parent, fcntl.LOCK_EX):  # two exports at once: neither takes the other's for left
+                for left in folder.parent.glob(f".{folder.name}.*.partial"):
+                    with suppress(BlockingIOError, FileNotFoundError), _locked(left, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                        shutil.rmtree(left)
+                partial.mkdir()
+                held.callback(shutil.rmtree, partial, ignore_errors=True)
+                held.enter_context(_locked(partial, fcntl.LOCK_EX))
         yield partial
+
+
+@contextmanager
+def _locked(folder: Path, operation: int) -> Iterator[None]:
+    """Hold a lock of a folder, which goes with the process at the latest."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, operation)
+        yield
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        os.close(descriptor)
 
 
 @contextmanager

@@ -161,7 +161,7 @@ def _assistant(folders: Mapping[str, Path], target: PreTrainedModel) -> Iterator
     if "partial_rotary_factor" in rope_parameters(source.config):
         yield None
         return
-    with TemporaryDirectory(dir=first.parent, prefix=".verify.") as scratch:
+    with TemporaryDirectory(dir=first, prefix=".verify.") as scratch:
         folder = export_drafter(
             source.weights,
             source.config,
