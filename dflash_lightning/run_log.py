@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.compat.proto.event_pb2 import SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.image.metadata import PLUGIN_NAME as IMAGES
+from tensorboard.plugins.scalar.metadata import PLUGIN_NAME as SCALARS
+from tensorboard.util.tensor_util import make_ndarray
 
 from dflash_lightning.errors import DataError
 
@@ -50,32 +54,40 @@ def find_log_folder(run: Path) -> Path:
 def read_run_log(run: Path) -> RunLog:
     """Read the log of the run whose folder is given. Raises DataError, see `find_log_folder`."""
     folder = find_log_folder(run)
-    everything = {"scalars": 0, "images": 1}
-    events = EventAccumulator(str(folder), size_guidance=everything).Reload()
-    tags = events.Tags()
+    points = _points(folder)
     return RunLog(
         folder=folder,
-        # What was logged of a step once more is the valid value.
-        scalars={
-            name: list({event.step: event.value for event in events.Scalars(name)}.items()) for name in tags["scalars"]
-        },
-        texts=_latest_texts(folder),
-        images={name: found[-1].encoded_image_string for name in tags["images"] if (found := events.Images(name))},
+        scalars={name: sorted(found.items()) for name, found in points["scalars"].items() if found},
+        texts={name: found[max(found)] for name, found in points["texts"].items() if found},
+        images={name: found[max(found)] for name, found in points["images"].items() if found},
     )
 
 
-def _latest_texts(folder: Path) -> dict[str, str]:
-    """The latest text of each name. A later start takes back those from its first step on.
-
-    Event by event, as TensorBoard's accumulator takes back everything but texts.
-    """
-    texts: dict[str, dict[int, str]] = {}
+def _points(folder: Path) -> dict[str, dict[str, dict[int, Any]]]:
+    """Kind -> name -> step -> value. What was logged of a step once more is the valid value, and a later start takes
+    back all from its first step on."""
+    points: dict[str, dict[str, dict[int, Any]]] = {"scalars": {}, "texts": {}, "images": {}}
     for file in sorted(folder.glob(EVENT_FILES)):
         for event in EventFileLoader(str(file)).Load():
             if event.session_log.status == SessionLog.START:
-                texts = {name: {s: t for s, t in told.items() if s < event.step} for name, told in texts.items()}
+                for found in (found for names in points.values() for found in names.values()):
+                    for step in [step for step in found if step >= event.step]:
+                        del found[step]
             for value in event.summary.value:
-                if value.tag.endswith(TEXT):
-                    name = value.tag.removesuffix(TEXT)
-                    texts.setdefault(name, {})[event.step] = value.tensor.string_val[0].decode()
-    return {name: told[max(told)] for name, told in texts.items() if told}
+                kind, content = _content(value)
+                if kind:
+                    name = value.tag.removesuffix(TEXT) if kind == "texts" else value.tag
+                    points[kind].setdefault(name, {})[event.step] = content
+    return points
+
+
+def _content(value: Summary.Value) -> tuple[str | None, Any]:
+    """Which kind of point it is, and its value; the loader turns all of them into tensors."""
+    plugin, tensor = value.metadata.plugin_data.plugin_name, value.tensor
+    if plugin == SCALARS:
+        return "scalars", make_ndarray(tensor).item()
+    if plugin == IMAGES:
+        return "images", tensor.string_val[2]  # after width and height
+    if value.tag.endswith(TEXT):
+        return "texts", tensor.string_val[0].decode()
+    return None, None
