@@ -1,7 +1,9 @@
 """What decoding computes on and in: from the name of a device, as a user gives it, to one that this process has."""
 
+from pathlib import Path
 from typing import Literal
 
+import psutil
 import torch
 
 from dflash_lightning.errors import ConfigError
@@ -37,3 +39,24 @@ def computes_bfloat16_fast(device: torch.device) -> bool:
     Other CPUs compute it correctly, but several times slower than float32.
     """
     return device.type != "cpu" or any(torch.cpu.get_capabilities().get(name) for name in BFLOAT16_INSTRUCTIONS)
+
+
+def free_memory(device: torch.device, groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this process can still take: of a GPU, or of the machine and of the control groups that it is in.
+
+    Args:
+        groups: where control groups (version 2) are mounted; a container or a job of SLURM has a limit there.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = psutil.virtual_memory().available
+    own = next((line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")), "0::/")
+    place = groups / own.removeprefix("0::/")
+    for group in (place, *place.parents):
+        if group.is_relative_to(groups) and (group / "memory.max").is_file():
+            limit = (group / "memory.max").read_text().strip()
+            if limit != "max":
+                counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                used = int((group / "memory.current").read_text()) - int(counts["inactive_file"])  # which makes room
+                free = min(free, int(limit) - used)
+    return free

@@ -202,8 +202,7 @@ def test_where_nothing_is_decoded_the_folder_says_so(known, tmp_path, monkeypatc
         export(zlab, tmp_path / "must", verify=True)
     with pytest.raises(ConfigError, match="--verify is false; leave one of them out"):
         export(zlab, tmp_path / "must", verify=False, prompts="any")
-    memory = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=200_000))
-    monkeypatch.setattr(verification, "psutil", memory)
+    monkeypatch.setattr(verification, "free_memory", lambda _: 200_000)
     export(known.checkpoint, tmp_path / "full")
     assert "decoding: target and drafter take 0.0 GB in float32, and 0.0 GB are free on cpu" in capsys.readouterr().out
     assert told(tmp_path / "full" / "zlab") is None

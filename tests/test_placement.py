@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from dflash_lightning.cache import FeatureCache, verify
 from dflash_lightning.capture.command import capture
 from dflash_lightning.cli import run
-from dflash_lightning.devices import resolve_device
+from dflash_lightning.devices import free_memory, resolve_device
 from dflash_lightning.distributed import form_groups, launched_place
 from dflash_lightning.errors import ConfigError, TargetError
 from dflash_lightning.features import compute_features
@@ -171,3 +171,12 @@ def test_gpus_are_named_and_shared_out_by_local_rank(monkeypatch):
     assert [resolve_device(name).type for name in ("cpu", "cuda", "cuda:1")] == ["cpu", "cuda", "cuda"]
     with pytest.raises(ConfigError, match="this machine has: cpu, cuda:0, cuda:1"):
         resolve_device("auto", local_rank=2)
+
+
+def test_the_memory_of_a_control_group_counts_without_what_makes_room(tmp_path):
+    unlimited = free_memory(torch.device("cpu"), tmp_path)
+    for name, content in (("max", "9000000"), ("current", "6000000"), ("stat", "anon 5000000\ninactive_file 1000000")):
+        (tmp_path / f"memory.{name}").write_text(f"{content}\n")
+    assert free_memory(torch.device("cpu"), tmp_path) == 4_000_000 < unlimited
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory(torch.device("cpu"), tmp_path) > 4_000_000

@@ -12,7 +12,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import psutil
 import torch
 import transformers
 from torch import Tensor
@@ -23,6 +22,7 @@ from dflash_lightning.config import DrafterConfig
 from dflash_lightning.decoding.decode import plain_decode, speculative_decode
 from dflash_lightning.decoding.tau import pooled_tau
 from dflash_lightning.decoding.ties import is_tie
+from dflash_lightning.devices import free_memory
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import ExportError, TargetError
 from dflash_lightning.export.card import Verification
@@ -39,6 +39,8 @@ from dflash_lightning.target.files import find_target, loading
 from dflash_lightning.target.loading import config_of
 
 BUILT_IN = "built-in"
+# Activations, caches and what loading takes for a moment, besides the weights.
+MEMORY_MARGIN = 1.2
 # Float32 leaves some 1e-6 of difference between two implementations; a wrong rotation or layer 1e-1.
 LARGEST_DIFFERENCE = 1e-3
 # Answers are regular, so that some blocks are accepted early in a training already.
@@ -102,7 +104,8 @@ def why_not(target: str | None, device: torch.device, config: DrafterConfig) -> 
     drafter = sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
     # Ours and transformers' drafter.
     needed = 4 * (sum(weight.numel() for weight in model.parameters()) + 2 * drafter)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    needed = int(needed * MEMORY_MARGIN)
+    free = free_memory(device)
     if needed <= free:
         return None
     return f"target and drafter take {needed / 1e9:.1f} GB in float32, and {free / 1e9:.1f} GB are free on {device}"
