@@ -9,16 +9,21 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
+from dflash_lightning.config import DrafterConfig
 from dflash_lightning.errors import ConfigError
 from dflash_lightning.export import check_free, export, parse_formats
-from dflash_lightning.export.card import METADATA_FILE
+from dflash_lightning.export.card import METADATA_FILE, Provenance
+from dflash_lightning.export.loading import read_json
+from dflash_lightning.training.module import DFlashModule
 
 
 class ExportDrafter(Callback):
     """Writes the best checkpoint as folders that servers load, one a format, on rank 0 at the end of `fit`.
 
     "Best" is what the trainer's first `ModelCheckpoint` monitors. That the folders are free is checked before the first
-    step, so that hours of training don't end in a refusal. A training that is resumed replaces what it exported before.
+    step, so that hours of training don't end in a refusal. A training that is resumed replaces what it exported before:
+    an export of ours of the same shape for the same target. Nothing names a run itself, as a resumed one may have other
+    settings, another log folder and a copied checkpoint; give trainings of one shape folders of their own.
 
     The files are read back and compared, but nothing is decoded: that would need the target in float32 where the
     training still holds the memory, while the other ranks wait. `dflash-lightning export` with the checkpoint, or with
@@ -37,27 +42,40 @@ class ExportDrafter(Callback):
         self.dirpath, self.formats = Path(dirpath), formats
         self._names = [form.name for form in parse_formats(formats)]
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+    def on_fit_start(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:
         if _best(trainer) is None:
             raise ConfigError("ExportDrafter exports the best checkpoint; add a ModelCheckpoint to the callbacks.")
         if trainer.is_global_zero:
-            for folder in self._not_ours(trainer):
+            for folder in self._not_ours(trainer, pl_module):
                 check_free(folder)
 
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+    def on_fit_end(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:
         best = _best(trainer).best_model_path
         if not best:
             rank_zero_warn("ExportDrafter: no checkpoint was saved, so nothing is exported.")
         elif trainer.is_global_zero:
-            free = self._not_ours(trainer)
+            free = self._not_ours(trainer, pl_module)
             former = [folder for name in self._names if (folder := self.dirpath / name) not in free]
             with _out_of_the_way(former):
                 export(Path(best), self.dirpath, self.formats, verify=False)
 
-    def _not_ours(self, trainer: L.Trainer) -> list[Path]:
+    def _not_ours(self, trainer: L.Trainer, module: DFlashModule) -> list[Path]:
         """The folders to make, but for those that an earlier end of this training has made."""
         folders = [self.dirpath / name for name in self._names]
-        return [folder for folder in folders if not (trainer.ckpt_path and (folder / METADATA_FILE).is_file())]
+        return [folder for folder in folders if not (trainer.ckpt_path and _is_of(module, folder / METADATA_FILE))]
+
+
+def _is_of(module: DFlashModule, metadata: Path) -> bool:
+    """Whether a folder says that it holds a drafter like the module's, for the same target."""
+    if not metadata.is_file():
+        return False
+    told = read_json(metadata)
+    made = Provenance.from_dict(told)
+    return (
+        made is not None
+        and made.target.fits(module.target_identity)
+        and DrafterConfig.from_dict(told["drafter"]) == module.drafter_config
+    )
 
 
 @contextmanager

@@ -1,10 +1,13 @@
 """Training checkpoints: what Lightning and DeepSpeed wrote comes back whole, in one process, or is refused by name."""
 
 import shutil
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import torch
+from export_helpers import save_checkpoint
+from helpers import load_tiny, make_drafter
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
@@ -12,7 +15,7 @@ from callbacks.export import ExportDrafter, _out_of_the_way
 from dflash_lightning.checkpoints import is_training_checkpoint, read_training_checkpoint
 from dflash_lightning.config import DrafterSettings
 from dflash_lightning.errors import CheckpointError, ConfigError, ExportError
-from dflash_lightning.export import load_drafter, tensor_shapes
+from dflash_lightning.export import export, load_drafter, tensor_shapes
 from dflash_lightning.target import target_identity
 from dflash_lightning.training.module import DFlashModule
 from dflash_lightning.training.strategy import DFlashDeepSpeedStrategy
@@ -176,6 +179,19 @@ def test_training_ends_with_exported_folders(llama_folder, tmp_path, process_gro
         assert torch.equal(
             load_drafter(folder, dtype=torch.bfloat16).norm.weight, module.drafter.norm.weight.bfloat16()
         )
+
+
+def test_a_resumed_training_replaces_exports_of_its_own_kind_only(llama_folder, qwen3_folder, tmp_path):
+    for target, ours in ((llama_folder, True), (qwen3_folder, False)):
+        checkpoint, output = tmp_path / f"{target.name}.ckpt", tmp_path / target.name
+        save_checkpoint(checkpoint, make_drafter(load_tiny(target)), target)
+        export(checkpoint, output, "zlab", verify=False)
+        module = SimpleNamespace(
+            drafter_config=make_drafter(load_tiny(llama_folder)).config,
+            target_identity=target_identity(str(llama_folder)),
+        )
+        free = ExportDrafter(str(output), "zlab")._not_ours(SimpleNamespace(ckpt_path="last.ckpt"), module)
+        assert free == ([] if ours else [output / "zlab"])
 
 
 def test_an_export_that_fails_gives_the_former_one_back(tmp_path):
