@@ -129,6 +129,6 @@ def test_killed_at_10_random_moments(server, llama_folder, cache, tmp_path):
     assert step_of(last) == STEPS
     assert_equal(content(last), content(alone / "checkpoints" / last.name), last.name)
     # Also a validation that a kill came before was made up for.
-    best = "step=3.ckpt"
-    assert {path.name for path in (alone / "checkpoints").iterdir()} == {best, last.name}
+    # Which one is the best by a hair depends on how the CPU computes bfloat16.
+    [best] = {path.name for path in (alone / "checkpoints").iterdir()} - {last.name}
     assert_equal(content(last.with_name(best)), content(alone / "checkpoints" / best), best)
