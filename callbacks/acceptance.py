@@ -12,12 +12,14 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 
+from callbacks.early_check import CheckedEarly
 from callbacks.frozen_target import FrozenTarget, Residence
 from callbacks.time_budget import TimeBudget
 from dflash_lightning.distributed import gather_when_all_are_done
 from dflash_lightning.errors import ConfigError
 from dflash_lightning.evaluation.prompt_results import PromptResult, decode_plainly, evaluate_prompt, load_prompts
 from dflash_lightning.evaluation.report import summarize
+from dflash_lightning.prompts.sets import read_evaluation_prompts
 from dflash_lightning.target import load_generation_config, load_tokenizer, stop_token_ids
 from dflash_lightning.training.gathering import gather_drafter
 from dflash_lightning.training.module import DFlashModule
@@ -41,7 +43,7 @@ class DecodingObserver(Callback):
         """
 
 
-class DecodedAcceptance(Callback):
+class DecodedAcceptance(CheckedEarly):
     """Decodes prompts with the drafter in training: before the first step, and at validations.
 
     Logs ``decode/tau`` (committed tokens / verify rounds, bonus included) with its 95 % interval,
@@ -97,6 +99,9 @@ class DecodedAcceptance(Callback):
         self.target_on, self.max_memory = target_on, max_memory
         self._last_step, self._left_out = -every_n_steps, 0
 
+    def check(self) -> None:
+        read_evaluation_prompts(self.prompts_path, self.limit, several_turns=False)
+
     def state_dict(self) -> dict[str, Any]:
         return {"last_step": self._last_step, "left_out": self._left_out}
 
@@ -107,8 +112,6 @@ class DecodedAcceptance(Callback):
         self._budget = TimeBudget(self.max_time_share)
         name, tokenizer = pl_module.target_name, load_tokenizer(pl_module.target_name)
         prompts = load_prompts(self.prompts_path, tokenizer, limit=self.limit, thinking=self.thinking)
-        if not prompts:
-            raise ConfigError(f"{self.prompts_path} holds no prompt for DecodedAcceptance to decode.")
         self.limits = {
             "max_new_tokens": self.max_new_tokens,
             "stop_ids": stop_token_ids(load_generation_config(name), tokenizer),

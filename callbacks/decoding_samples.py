@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dflash_lightning.decoding.tau import pooled_tau
 from dflash_lightning.evaluation.prompt_results import PromptResult
+from dflash_lightning.wording import counted
 
 ROUND = "¦"
 PUNCTUATION = re.compile(r"[!-/:-@\[-`{-~]")
@@ -21,7 +22,7 @@ def sample_page(results: Sequence[PromptResult], tokenizer: PreTrainedTokenizerB
     ]
     for result in results:
         tau, rounds = pooled_tau([result.committed]), len(result.committed)
-        tau = "no round" if tau is None else f"tau {tau:.2f} in {rounds} rounds"
+        tau = "no round" if tau is None else f"tau {tau:.2f} in {counted(rounds, 'round')}"
         equality = "equal to plain greedy" if result.identical else "parts at a tie" if result.tie else "**DIFFERS**"
         parts.append(
             f"### {plain_markdown(result.prompt.id)}: {tau}, {equality}\n\n"

@@ -6,18 +6,20 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import lightning as L
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
+from callbacks.early_check import CheckedEarly
 from dflash_lightning.config import DrafterConfig
 from dflash_lightning.errors import ConfigError
 from dflash_lightning.export import check_free, export, parse_formats
 from dflash_lightning.export.card import METADATA_FILE, Provenance
 from dflash_lightning.export.loading import read_json
 from dflash_lightning.training.module import DFlashModule
+from dflash_lightning.writable import check_writable
 
 
-class ExportDrafter(Callback):
+class ExportDrafter(CheckedEarly):
     """Writes the best checkpoint as folders that servers load, one a format, on rank 0 at the end of `fit`.
 
     "Best" is what the trainer's first `ModelCheckpoint` monitors. That the folders are free is checked before the first
@@ -42,7 +44,11 @@ class ExportDrafter(Callback):
         self.dirpath, self.formats = Path(dirpath), formats
         self._names = [form.name for form in parse_formats(formats)]
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:
+    def check(self) -> None:
+        check_writable("dirpath of ExportDrafter", self.dirpath, folder=True)
+
+    # Not on_fit_start, when DeepSpeed hasn't loaded a checkpoint yet and the trainer doesn't know of one.
+    def on_train_start(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:
         if _best(trainer) is None:
             raise ConfigError("ExportDrafter exports the best checkpoint; add a ModelCheckpoint to the callbacks.")
         if trainer.is_global_zero:

@@ -1,14 +1,8 @@
 """What a run shows in TensorBoard besides its scalars: the layout of the charts, what the run is, and its decodings."""
 
 import json
-import platform
-import shlex
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -20,9 +14,9 @@ from torch.utils.tensorboard.summary import hparams
 
 from callbacks.acceptance import DecodingObserver
 from callbacks.decoding_samples import sample_page
+from callbacks.run_record import run_facts
 from callbacks.tensorboard_layout import layout_summary
 from datamodules import FeatureCacheDataModule
-from dflash_lightning import __version__
 from dflash_lightning.evaluation.plot import draw_report
 from dflash_lightning.evaluation.prompt_results import PromptResult
 from dflash_lightning.target import load_tokenizer
@@ -30,7 +24,6 @@ from dflash_lightning.training.initial_drafter import CHOSEN
 from dflash_lightning.training.module import DFlashModule
 
 SAMPLES = 3
-PACKAGES = ("torch", "lightning", "deepspeed", "transformers", "zarr", "tensorboard")
 DATA_SETTINGS = ("batch_tokens", "num_anchors", "validation_fraction", "shard_window", "seed")
 TRAINER_SETTINGS = ("max_steps", "accumulate_grad_batches", "world_size", "precision", "gradient_clip_val")
 # What the table of runs compares: the latest value of each.
@@ -79,7 +72,7 @@ class TensorBoardPages(DecodingObserver):
             writer.file_writer.add_event(Event(step=self.first_step, session_log=restart))
             writer.file_writer.add_summary(layout_summary(pl_module.drafter_config.block_size))
             writer.add_text("run/settings", f"```yaml\n{self.settings}\n```", self.first_step)
-            writer.add_text("run/versions", versions(trainer), self.first_step)
+            writer.add_text("run/versions", facts_page(run_facts(trainer)), self.first_step)
             for summary in self._hparams[:2]:  # which settings and results there are, and this run's settings
                 writer.file_writer.add_summary(summary)
 
@@ -114,17 +107,6 @@ def hyperparameters(trainer: L.Trainer, module: DFlashModule) -> dict[str, str |
     )
 
 
-def git_state(folder: Path) -> str:
-    """Commit of the repository that ``folder`` belongs to, and whether it holds changes."""
-    git = ["git", "-C", str(folder)]
-    try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        changes = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        return "none"
-    return commit.stdout.strip() + (", with changes" if changes.stdout.strip() else "")
-
-
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, str | float]:
     flat: dict[str, str | float] = {}
     for name, value in settings.items():
@@ -135,17 +117,7 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, str | float]:
     return flat
 
 
-def versions(trainer: L.Trainer) -> str:
-    """Markdown: the command, and what it runs on."""
-    rows = {
-        "command": f"`{shlex.join(sys.argv)}`",
-        "git commit of the working folder": git_state(Path.cwd()),
-        "dflash_lightning": __version__,
-        "Python": platform.python_version(),
-        **{package: version(package) for package in PACKAGES},
-        "machine": platform.platform(),
-        "device": trainer.strategy.root_device,
-        "ranks": trainer.world_size,
-        "nodes": trainer.num_nodes,
-    }
+def facts_page(facts: dict[str, Any]) -> str:
+    """`run_facts` as Markdown."""
+    rows = {**facts, "command": f"`{facts['command']}`"}
     return "| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in rows.items())

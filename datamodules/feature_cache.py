@@ -20,6 +20,7 @@ from dflash_lightning.cache.packing import PackedFeatures
 from dflash_lightning.errors import ConfigError
 from dflash_lightning.training.exact_resume import shift_counts
 from dflash_lightning.training.module import ContextBatch
+from dflash_lightning.wording import counted
 
 
 def in_validation_split(id_hashes: np.ndarray, fraction: float) -> np.ndarray:
@@ -216,11 +217,17 @@ class FeatureCacheDataModule(L.LightningDataModule):
             self.trainer.lightning_module.target_identity, drafter.target_layer_ids, drafter.hidden_size
         )
         longest = int(self.cache.anchor_candidates.max(initial=0)) + 1
+        if longest == 1:
+            raise ConfigError(
+                f"{self.store.location}: no token of its {counted(len(self.cache), 'sample')} is supervised, so that "
+                "there is nothing to learn. `cache info` says why samples were left out. Prepare prompts whose answers "
+                "aren't empty, and capture them."
+            )
         if longest < drafter.block_size:
             raise ConfigError(
-                f"block_size is {drafter.block_size}, and the longest answer in the cache has {longest} tokens: slots "
-                f"{longest} to {drafter.block_size - 1} would never be trained. Lower block_size, or capture longer "
-                "answers."
+                f"block_size is {drafter.block_size}, and the longest answer in the cache has "
+                f"{counted(longest, 'token')}: slots {longest} to {drafter.block_size - 1} would never be trained. "
+                "Lower block_size, or capture longer answers."
             )
         held_back = in_validation_split(self.cache.id_hashes, self.validation_fraction)
         self.training_samples, self.validation_samples = np.flatnonzero(~held_back), np.flatnonzero(held_back)

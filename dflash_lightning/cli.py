@@ -1,7 +1,6 @@
 """The command line: typed functions become commands, with help from their docstrings and YAML by ``--config``."""
 
 import argparse
-import errno
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,10 @@ from rich.text import Text
 
 from dflash_lightning import __version__
 from dflash_lightning.errors import DFlashError
-from dflash_lightning.usage import usage_errors
+from dflash_lightning.library_output import tame_libraries
+from dflash_lightning.missing import missing_package
+from dflash_lightning.usage import refuse_training_configuration, usage_errors
+from dflash_lightning.writable import advised
 
 # The settings' dataclasses say below each field what it is.
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -42,8 +44,6 @@ COMMANDS = {
     ),
     "cache verify": ("dflash_lightning.cache.commands:verify", "compare every object of a cache with its checksum"),
 }
-# A path that can't be read or written; Python's own message names it.
-FILE_ERRORS = (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
 DEBUG = "--debug"
 POSITIONAL = ("cache bench", "cache info", "cache verify", "report")
 
@@ -112,14 +112,17 @@ def run(arguments: Sequence[str]) -> None:
         words = usage.parse_args([word for word in arguments[:2] if word in ("-h", "--help", "--version")] or arguments)
         usage.error(f"no command {' '.join(words.command[:2])!r}; the commands are {', '.join(COMMANDS)}")
     rest = list(arguments[len(name.split()) :])
+    command = load_command(name)
+    tame_libraries()
     if name == "fit":
-        load_command(name)(rest)
-        return
-    load_command(name)(**parsed_settings(command_parser(name), rest))
+        command(rest)
+    else:
+        command(**parsed_settings(command_parser(name), rest))
 
 
 def parsed_settings(parser: ArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
     """Keyword arguments for the function that ``parser`` was made from; others are refused with a ConfigError."""
+    refuse_training_configuration(parser.prog, arguments)
     with usage_errors(parser.prog):
         settings = parser.instantiate(parser.parse_args(arguments)).as_dict()
     settings.pop("config", None)
@@ -131,20 +134,19 @@ def one_message(debug: bool = False) -> Iterator[None]:
     """A user's mistake ends with one message and exit code 2; without a traceback, unless for ``debug``."""
     try:
         yield
-    except (DFlashError, *FILE_ERRORS) as error:
-        if debug:
+    except (DFlashError, OSError, ImportError) as error:
+        message = _message(error)
+        if debug or message is None:
             raise
-        _tell(str(error))
-        sys.exit(2)
-    except OSError as error:
-        if debug or error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        _tell(f"{error}. Free some space, and give the same command again: what was finished is kept.")
+        Console(stderr=True).print(Text("error: ", style="bold red") + Text(message), soft_wrap=True)
         sys.exit(2)
 
 
-def _tell(message: str) -> None:
-    Console(stderr=True).print(Text("error: ", style="bold red") + Text(message), soft_wrap=True)
+def _message(error: Exception) -> str | None:
+    """What to tell a user; None of an error that is ours."""
+    if isinstance(error, DFlashError):
+        return str(error)
+    return advised(error) if isinstance(error, OSError) else missing_package(error)
 
 
 def main() -> None:

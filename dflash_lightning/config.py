@@ -6,6 +6,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from dflash_lightning.errors import ConfigError
+from dflash_lightning.wording import counted
 
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 2, 64
 # Rotary types whose frequencies are fixed. "dynamic" and "longrope" change them with the sequence length, so that
@@ -32,7 +33,7 @@ def check_target_layer_ids(layer_ids: tuple[int, ...], num_target_layers: int) -
         ConfigError: naming the ids found, the range expected and what to do.
     """
     last_usable = num_target_layers - 2
-    expected = f"expected distinct ids in 0..{last_usable} for a target of {num_target_layers} layers"
+    expected = f"expected distinct ids in 0..{last_usable} for a target of {counted(num_target_layers, 'layer')}"
     if not layer_ids:
         raise ConfigError(f"target_layer_ids is empty; {expected}. Leave it out to get the default.")
     if len(set(layer_ids)) != len(layer_ids):
@@ -92,8 +93,8 @@ class DrafterSettings:
             layer_ids = default_target_layer_ids(num_target_layers, count)
             if len(set(layer_ids)) < count:
                 raise ConfigError(
-                    f"{count} tapped layers can't be spread over a target of {num_target_layers} layers; use fewer "
-                    "num_tapped_layers, or name target_layer_ids."
+                    f"{counted(count, 'tapped layer')} can't be spread over a target of "
+                    f"{counted(num_target_layers, 'layer')}; use fewer num_tapped_layers, or name target_layer_ids."
                 )
         check_target_layer_ids(layer_ids, num_target_layers)
         return layer_ids

@@ -18,6 +18,11 @@ def say(result: str) -> None:
     Console().print(result, highlight=False, markup=False, soft_wrap=True)
 
 
+def inform(message: str) -> None:
+    """Print a line about the work on stderr."""
+    Console(stderr=True).print(message, highlight=False, markup=False, soft_wrap=True)
+
+
 class Tracker:
     """What a stage that is under way reports to.
 

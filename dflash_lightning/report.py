@@ -17,6 +17,7 @@ from dflash_lightning.charts import CHARTS, SLOT, ChartPlan
 from dflash_lightning.durable import write_whole
 from dflash_lightning.progress import say
 from dflash_lightning.run_log import RunLog, read_run_log
+from dflash_lightning.writable import check_writable
 
 REPORT_FILE = "report.html"
 WARNINGS = "warnings/"
@@ -46,7 +47,10 @@ def report(run: Path, output: Path | None = None) -> Path:
 
     Raises:
         DataError: the folder doesn't hold the logs of one run.
+        ConfigError: the page can't be written.
     """
+    if output is not None:
+        check_writable("output", output, folder=False)
     log = read_run_log(run)
     page = output or log.folder / REPORT_FILE
     page.parent.mkdir(parents=True, exist_ok=True)

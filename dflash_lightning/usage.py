@@ -2,8 +2,12 @@
 
 import re
 from argparse import ArgumentError
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import yaml
 
 from dflash_lightning.errors import ConfigError, DFlashError
 
@@ -28,7 +32,8 @@ def plain_words(message: str) -> str:
         if words and not MACHINERY.match(words):
             name = ".".join(name for _, name in places)
             reasons.append(f"{name}: {words}" if name else words)
-    return re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", "\n".join(dict.fromkeys(reasons)))
+    named = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", "\n".join(dict.fromkeys(reasons)))
+    return re.sub(r"\ba (?=[aeiou])", "an ", named)
 
 
 def first_of_ours(error: BaseException) -> DFlashError | None:
@@ -49,3 +54,29 @@ def usage_errors(program: str) -> Iterator[None]:
             f"{plain_words(error.message)}\n`{program} --help` lists the settings."
         )
         raise told from error
+
+
+def refuse_training_configuration(program: str, arguments: Sequence[str]) -> None:
+    """Refuse the YAML file of a training where a command's own settings are expected.
+
+    Raises:
+        ConfigError: saying which option it belongs to.
+    """
+    for option, value in pairwise([*arguments, ""]):
+        flag, equals, joined = option.partition("=")
+        if flag == "--config" and _is_training(Path(joined if equals else value)):
+            advice = "`dflash-lightning fit` takes it"
+            if program.endswith(" doctor"):
+                advice = f"give it as --training {joined if equals else value}"
+            raise ConfigError(
+                f"{joined if equals else value} is the configuration of a training (it has `trainer`), and --config of "
+                f"`{program}` expects a file with that command's own settings: {advice}."
+            )
+
+
+def _is_training(file: Path) -> bool:
+    try:
+        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return False  # for the parser to refuse
+    return isinstance(settings, dict) and isinstance(settings.get("trainer"), dict)

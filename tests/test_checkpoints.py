@@ -41,8 +41,8 @@ def batches() -> DataLoader:
     return DataLoader([batch] * STEPS, batch_size=None)
 
 
-def train(folder, target, strategy, *callbacks, precision="32-true") -> DFlashModule:
-    """Two steps, saved as `folder/last.ckpt`."""
+def train(folder, target, strategy, *callbacks, precision="32-true", resume=None) -> DFlashModule:
+    """Two steps, saved as `folder/last.ckpt`; none after a checkpoint to resume."""
     L.seed_everything(0, verbose=False)
     module = DFlashModule(str(target), SETTINGS)
     trainer = L.Trainer(
@@ -56,7 +56,7 @@ def train(folder, target, strategy, *callbacks, precision="32-true") -> DFlashMo
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, batches())
+    trainer.fit(module, batches(), ckpt_path=resume)
     return module
 
 
@@ -179,6 +179,11 @@ def test_training_ends_with_exported_folders(llama_folder, tmp_path, process_gro
         assert torch.equal(
             load_drafter(folder, dtype=torch.bfloat16).norm.weight, module.drafter.norm.weight.bfloat16()
         )
+    # Resumed, the same training replaces its own folders, and nobody else's.
+    (output / "zlab" / "README.md").unlink()
+    again = DFlashDeepSpeedStrategy(stage=2), ExportDrafter(str(output))
+    train(tmp_path, llama_folder, *again, resume=tmp_path / "last.ckpt")
+    assert (output / "zlab" / "README.md").exists()
 
 
 def test_a_resumed_training_replaces_exports_of_its_own_kind_only(llama_folder, qwen3_folder, tmp_path):

@@ -1,6 +1,8 @@
 """The doctor: what is sound is called so, each fault is found and comes with what to do, and the exit code tells."""
 
 import json
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from training_helpers import random_sample, write_cache
 
 from dflash_lightning.cli import run
 from dflash_lightning.doctor import command as command_module
+from dflash_lightning.doctor import ranks as ranks_module
 from dflash_lightning.doctor.machine import GIB, check_disk, check_machine, check_open_files, check_shared_memory
 from dflash_lightning.doctor.packages import check_packages, installed, known_fault
 from dflash_lightning.doctor.parts import Parts
@@ -146,12 +149,32 @@ def test_a_target_that_is_no_model_and_a_cache_of_another_one_fail(run_parts, qw
     assert by_subject(Parts(target=str(tmp_path)).check())["target"].state == "fails"
     verdicts = by_subject(Parts(target=str(qwen3_folder), data=run_parts.data, cache=run_parts.cache).check())
     assert verdicts["target"].state == "ok"
+    assert verdicts["mask token"].found == "260, a row that no token uses"
     assert (verdicts["data"].state, verdicts["cache"].state) == ("fails", "fails")
     assert "Prepare it anew" in verdicts["data"].found
 
 
+def test_a_target_without_a_free_row_is_told_which_mask_tokens_would_do(llama_folder, tmp_path):
+    folder = tmp_path / "full"
+    shutil.copytree(llama_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 260}))
+    verdict = Parts(target=str(folder))._mask_token()
+    assert verdict.state == "doubtful"
+    assert "model.drafter.mask_token_id" in verdict.found
+    assert "3 (<|mask|>)" in verdict.found
+
+
+def test_without_a_package_the_other_checks_are_left_out(monkeypatch, capsys):
+    monkeypatch.setattr(command_module, "check_packages", lambda: iter([Verdict("packages", "fails", "no torch")]))
+    monkeypatch.setitem(sys.modules, "dflash_lightning.doctor.parts", None)
+    with pytest.raises(SystemExit):
+        run(["doctor"])
+    assert "fails    other checks" in capsys.readouterr().out
+
+
 def test_the_exit_code_tells(run_parts, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(command_module, "check_ranks", lambda: iter([Verdict("gloo", "ok", "added up")]))
+    monkeypatch.setattr(ranks_module, "check_ranks", lambda: iter([Verdict("gloo", "ok", "added up")]))
     run(["doctor", "--cache", run_parts.cache])
     assert "fail" not in capsys.readouterr().out
     with pytest.raises(SystemExit) as exit_:

@@ -130,7 +130,7 @@ def test_other_work_is_refused_by_field_and_the_same_is_not_done_again(
     moved = tmp_path / "moved.ckpt"
     moved.write_bytes(Path(settings["drafter"]).read_bytes())
     assert evaluate(**{**settings, "drafter": moved, "plot": tmp_path / "new" / "plot.png"}) == report
-    assert "3 of 3 prompts were finished before" in capsys.readouterr().out
+    assert "3 of 3 prompts finished before" in capsys.readouterr().err
     assert (tmp_path / "new" / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -182,7 +182,7 @@ def test_own_prompts_and_lengths(known, tmp_path):
     export(known.checkpoint, tmp_path / "out", prompts=str(prompts), max_new_tokens=9)
     found = told(tmp_path / "out" / "zlab")
     assert (found["prompt_set"], found["prompts"], found["max_new_tokens"]) == ("mine", 1, 9)
-    with pytest.raises(ExportError, match="1 prompts were decoded to verify it, and none gave a verify round"):
+    with pytest.raises(ExportError, match="1 prompt decoded to verify it, and none gave a verify round"):
         export(known.checkpoint, tmp_path / "short", prompts=str(prompts), max_new_tokens=1)
     with pytest.raises(DataError, match="no such file"):
         export(known.checkpoint, tmp_path / "none", prompts=str(tmp_path / "absent.jsonl"))
@@ -191,7 +191,7 @@ def test_own_prompts_and_lengths(known, tmp_path):
 
 def test_where_nothing_is_decoded_the_folder_says_so(known, tmp_path, monkeypatch, capsys):
     run(["export", "--checkpoint", str(known.checkpoint), "--output", str(tmp_path / "off"), "--verify", "false"])
-    assert "not verified by decoding: --verify is false" in capsys.readouterr().out
+    assert "not verified by decoding: `dflash-lightning export --checkpoint" in capsys.readouterr().out
     zlab = tmp_path / "off" / "zlab"
     export(zlab, tmp_path / "unknown")
     assert "not verified by decoding: the target isn't known; name it by --target" in capsys.readouterr().out

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -42,7 +43,17 @@ def made(tmp_path_factory, llama_folder, qwen3_folder):
     (folder / "prompts.jsonl").write_text('{"prompt": "say 7"}\n')
     (folder / "broken.jsonl").write_text('{"prompt": "say 7"}\n{"prompt": 7}\n')
     (folder / "broken.ckpt").write_bytes(b"PK not a checkpoint")
-    return SimpleNamespace(folder=folder, llama=str(llama_folder), qwen3=str(qwen3_folder))
+    (folder / "turns.jsonl").write_text('{"turns": ["say 7", "and 8"]}\n')
+    (folder / "empty.jsonl").write_text('{"prompt": "say 7", "response": ""}\n')
+    cut = [replace(text, response_start=len(text.input_ids)) for text in random_texts(2)]
+    write_texts(folder / "unanswered", llama_folder, cut)
+    below = folder / "prompts.jsonl" / "below"
+    return SimpleNamespace(folder=folder, llama=str(llama_folder), qwen3=str(qwen3_folder), below=below)
+
+
+def prepare(made, **changes):
+    settings = {"target": made.llama, "input": made.folder / "prompts.jsonl", "output": made.folder / "prepared"}
+    return ["prepare", *(part for name, value in {**settings, **changes}.items() for part in (f"--{name}", str(value)))]
 
 
 def evaluate(made, **changes):
@@ -71,6 +82,14 @@ def fit(made, changes=None, *arguments):
     file = made.folder / "fit.yaml"
     file.write_text(yaml.safe_dump(config))
     return ["fit", "--config", str(file), *arguments]
+
+
+def decoding(prompts):
+    return {"class_path": "callbacks.DecodedAcceptance", "init_args": {"prompts": str(prompts)}}
+
+
+def export_at_end(folder):
+    return {"class_path": "callbacks.ExportDrafter", "init_args": {"dirpath": str(folder)}}
 
 
 MISTAKES = {
@@ -121,6 +140,54 @@ MISTAKES = {
         lambda made: capture(made, cache=made.folder / "prompts.jsonl"),
         r"prompts.jsonl",
     ),
+    "data without an answer": (
+        lambda made: capture(made, data=made.folder / "unanswered"),
+        "not one token of 2 samples",
+    ),
+    "empty answers": (lambda made: prepare(made, input=made.folder / "empty.jsonl"), "line 1: `response` has 0 tokens"),
+    "wrong data and wrong layers": (
+        lambda made: capture(made, target=made.qwen3, **{"target-layer-ids": [1, 5]}),
+        "prepared with target",
+    ),
+    "prompts of several turns to decode while training": (
+        lambda made: fit(
+            made, {"data.cache": "/nowhere", "trainer.callbacks": [decoding(made.folder / "turns.jsonl")]}
+        ),
+        "turns.jsonl, line 1: 2 `turns`",
+    ),
+    "a training's configuration as a command's own": (
+        lambda made: ["doctor", "--config", fit(made)[-1]],
+        "give it as --training .*fit.yaml",
+    ),
+    "data below a file": (lambda made: prepare(made, output=made.below), "output is .*Not a directory"),
+    "a name too long": (lambda made: prepare(made, output="x" * 300), "File name too long. Give a shorter name"),
+    "a cache below a file": (lambda made: capture(made, cache=made.below), "cache is .*Not a directory"),
+    # Before anything is loaded: there is no such target.
+    "a report below a file": (
+        lambda made: evaluate(made, target="/nowhere", json=made.below),
+        "json is .*Not a directory",
+    ),
+    "a folder for a report": (
+        lambda made: evaluate(made, target="/nowhere", json=made.folder),
+        "json is .*Is a directory",
+    ),
+    "a plot below a file": (
+        lambda made: evaluate(made, target="/nowhere", plot=made.below / "x.png"),
+        "plot is .*Not a directory",
+    ),
+    "an export below a file": (
+        lambda made: ["export", "--checkpoint", str(made.folder / "drafter"), "--output", str(made.below)],
+        "output is .*Not a directory",
+    ),
+    "a page below a file": (lambda made: ["report", str(made.folder), "--output", str(made.below)], "Not a directory"),
+    "checkpoints below a file": (
+        lambda made: fit(made, {"trainer.callbacks": [checkpoints(made.below, "last")]}),
+        "dirpath of ModelCheckpoint is .*Not a directory",
+    ),
+    "an export at the end, below a file": (
+        lambda made: fit(made, {"trainer.callbacks": [export_at_end(made.below)]}),
+        "dirpath of ExportDrafter is .*Not a directory",
+    ),
     "no cache at a path": (lambda made: ["cache", "info", str(made.folder)], "is not a feature cache"),
 }
 
@@ -162,7 +229,28 @@ def test_a_full_disk_is_one_message(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 2
-    assert "No space left on device: 'out.json'. Free some space" in capsys.readouterr().err
+    assert "out.json: No space left on device. Free some space" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_one_message_with_the_command_that_installs_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "zarr", None)
+
+    def import_it(_):
+        import zarr  # noqa: F401
+
+    monkeypatch.setattr(cli, "run", import_it)
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert re.search(r"the package zarr isn't installed.*`pip install 'zarr<4,>=3", capsys.readouterr().err)
+
+
+def test_without_what_the_command_line_itself_needs_there_is_one_message():
+    program = "import sys; sys.modules['rich'] = None; from dflash_lightning.__main__ import main; main()"
+    found = subprocess.run([sys.executable, "-c", program, "doctor"], capture_output=True, text=True, check=False)
+    assert found.returncode == 2
+    assert found.stderr.startswith("error: the package rich isn't installed")
+    assert len(found.stderr.splitlines()) == 1
 
 
 @pytest.mark.usefixtures("process_group")
@@ -183,6 +271,7 @@ def test_nested_reasons_are_told_with_the_full_name_of_the_setting():
     - Expected a <class 'NoneType'>
   Given value type: <class 'dict'>
   Given value: {'num_layers': 'two'}"""
-    assert plain_words(message) == "model.drafter.num_layers: Expected a int. Got value: two"
+    assert plain_words(message) == "model.drafter.num_layers: Expected an int. Got value: two"
+    assert plain_words("Expected a <class 'int'>") == "Expected an int"
     assert plain_words("unrecognized arguments: --x") == "unrecognized arguments: --x"
     assert plain_words('Parser key "config": no file') == "config: no file"

@@ -3,6 +3,7 @@
 import html
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from callbacks.decoding_samples import plain_markdown, sample_page
+from callbacks.run_record import git_state, typed_command
 from dflash_lightning.evaluation.prompt_results import Prompt, PromptResult
 from dflash_lightning.target import load_tokenizer
 
@@ -110,6 +112,31 @@ def test_settings_and_versions_are_there_as_text(logs, config):
     assert written["model"]["target"] == yaml.safe_load(config.read_text())["model"]["target"]
     assert written["trainer"]["max_steps"] == 12
     assert "| torch | 2.13" in texts_of(events, "run/versions")[6]
+    starts = [json.loads(line) for line in (logs / "starts.jsonl").read_text().splitlines()]
+    assert [start["first_step"] for start in starts] == [0, 6]
+    assert all(
+        f"| {name} | " in texts_of(events, "run/versions")[6] for name in starts[1].keys() - {"time", "first_step"}
+    )
+
+
+def test_the_command_is_shown_as_it_was_typed():
+    assert typed_command(["/venv/bin/dflash-lightning", "fit", "--config", "my run.yaml"]) == (
+        "dflash-lightning fit --config 'my run.yaml'"
+    )
+    assert typed_command(["/src/dflash_lightning/__main__.py", "fit"]) == "python -m dflash_lightning fit"
+
+
+def test_the_state_of_the_code_is_the_repositorys_that_holds_it(tmp_path):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "file").write_text("1")
+    (tmp_path / ".gitignore").write_text("venv")
+    (tmp_path / "venv").mkdir()
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *command], check=True)
+    assert re.fullmatch("[0-9a-f]{40}", git_state(tmp_path))
+    assert git_state(tmp_path / "venv") == git_state(tmp_path / "nowhere") == "none"
+    (tmp_path / "file").write_text("2")
+    assert git_state(tmp_path).endswith(", with changes")
 
 
 @pytest.mark.slow

@@ -106,8 +106,8 @@ def test_two_processes_hold_one_target_and_one_of_them_writes(target_folder, tmp
         for shard in ("000000", "000001"):
             shutil.rmtree(tmp_path / "shared" / "shards" / shard)
         said = capture_in_groups(target_folder, data, tmp_path / "shared", 4)
-        assert "writer 1 of 2 is done, 1 shards written now" in said
-        assert "writer 2 of 2 is done, 1 shards written now" in said
+        assert "writer 1 of 2 is done, 1 shard written now" in said
+        assert "writer 2 of 2 is done, 1 shard written now" in said
         assert stored_files(tmp_path / "shared") == whole
 
 

@@ -141,7 +141,7 @@ def test_too_long_prompts_and_too_short_answers_are_skipped_with_a_reason(llama_
     skipped = [json.loads(line) for line in (tmp_path / "data" / "skipped.jsonl").read_text().splitlines()]
     assert [(row["id"], row["reason"].split(",")[0]) for row in skipped] == [
         ("long", "the prompt has 108 tokens"),
-        ("short", "the answer has 1 tokens"),
+        ("short", "the answer has 1 token"),
     ]
     assert (info.counts["samples"], info.counts["skipped"]) == (1, 2)
 
@@ -172,7 +172,7 @@ def test_rows_that_are_all_skipped_are_an_error_and_leave_nothing_behind(llama_f
         ('{"messages": [{"role": "assistant", "content": "a"}]}\n', "line 1: the last turn is of role 'assistant'"),
         ('{"id": "x", "prompt": "a"}\n{"id": "x", "prompt": "b"}\n', "line 2: id 'x' stands on .*line 1 already"),
         ('{"id": 3, "prompt": "a"}\n', "line 1: `id` is 3"),
-        ('{"prompt": "a", "response": "b"}\n', "line 1: `response` has 1 tokens, expected 2 or more"),
+        ('{"prompt": "a", "response": "b"}\n', "line 1: `response` has 1 token, expected 2 or more"),
         ('{"prompt": "a", "response": ""}\n', "line 1: `response` has 0 tokens"),
         ('{"prompt": "a", "response": "bcd", "finish_reason": "eos"}\n', "line 1: `finish_reason` is 'eos'"),
     ],
@@ -190,7 +190,9 @@ def test_settings_out_of_range_are_refused(llama_folder, prompts_file, tmp_path)
         ({"max_new_tokens": 1}, "max_new_tokens is 1"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"limit": 0}, "limit is 0"),
-        ({"max_new_tokens": 600}, "context of 512 tokens"),
+        ({"max_new_tokens": 512}, "max_new_tokens is 512, and the target's context holds 512 tokens.*fewer than 512"),
+        ({"max_prompt_tokens": 489}, "max_prompt_tokens is 489; expected 1 to 488"),
+        ({"max_prompt_tokens": 0}, "max_prompt_tokens is 0; expected 1 to 488"),
         ({"thinking": True}, "no `enable_thinking` switch"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -25,6 +25,7 @@ from dflash_lightning.target import (
     target_identity,
     target_text_config,
 )
+from dflash_lightning.target.special_tokens import fitting_mask_tokens
 
 SMOLLM2_TABLE_SHA256 = "0c8d76d0178f771e989a41b5965b452b7ccc0ef6c36d3d73b77e643dbe23264b"
 
@@ -238,13 +239,21 @@ def test_mask_token_is_explicit_or_the_tokenizers_or_the_first_unused_row():
     ],
 )
 def test_a_mask_token_with_another_meaning_is_refused(mask, problem):
-    with pytest.raises(ConfigError, match=rf"Mask token id {mask} .*{problem}.*Set an id from 0 to 271"):
+    with pytest.raises(ConfigError, match=rf"Mask token id {mask} .*{problem}.*mask_token_id to an id from 0 to 271"):
         resolve_mask_token_id(mask, byte_tokenizer(), 272, [9])
 
 
 def test_without_a_free_row_a_mask_token_must_be_named():
     with pytest.raises(ConfigError, match=r"use all 260 rows.*3 \(<\|mask\|>\)"):
         resolve_mask_token_id(None, byte_tokenizer(), 260, [2])
+
+
+def test_tokens_that_a_chat_has_are_not_offered_as_mask_tokens():
+    tokenizer = byte_tokenizer()
+    rarest = [f"{id} ({tokenizer.convert_ids_to_tokens(id)})" for id in (259, 258)]
+    assert fitting_mask_tokens(tokenizer, 260, {0, 1, 2}) == ["3 (<|mask|>)", *rarest]
+    tokenizer.chat_template = "<|mask|>"
+    assert fitting_mask_tokens(tokenizer, 259, {0, 1, 2})[0] == rarest[1]
 
 
 @pytest.mark.real

@@ -15,6 +15,7 @@ from dflash_lightning.cache import verify as find_faults
 from dflash_lightning.cache.verify import sound_manifest
 from dflash_lightning.errors import CacheError
 from dflash_lightning.progress import say, track
+from dflash_lightning.wording import counted
 
 
 def info(cache: str, json: bool = False, object_store: ObjectStoreSettings = ObjectStoreSettings()) -> None:  # noqa: B008
@@ -123,4 +124,4 @@ def _conclusion(faults: list[Fault], num_shards: int, repaired: bool) -> str:
 
 
 def _count(faults: list[Fault]) -> str:
-    return f"{len(faults)} fault{'' if len(faults) == 1 else 's'}"
+    return counted(len(faults), "fault")

@@ -26,6 +26,7 @@ from dflash_lightning.cache import (
     write_index,
 )
 from dflash_lightning.cache.space import check_space
+from dflash_lightning.cache.store import LocalFolder
 from dflash_lightning.capture.job import CaptureJob, plan_capture
 from dflash_lightning.distributed import leaders_value
 from dflash_lightning.errors import ConfigError
@@ -33,6 +34,8 @@ from dflash_lightning.features import compute_features
 from dflash_lightning.prepare.data import PreparedSample
 from dflash_lightning.progress import say, track
 from dflash_lightning.target import load_first_layers
+from dflash_lightning.wording import counted
+from dflash_lightning.writable import check_writable
 
 # Quarantined samples that are shown at the end.
 MAX_SHOWN = 10
@@ -128,8 +131,11 @@ def capture(
     """
     if not 0 <= max_quarantined <= 1:
         raise ConfigError(f"max_quarantined is {max_quarantined}; expected a share from 0 to 1.")
+    store = open_store(cache, object_store)
+    if isinstance(store, LocalFolder):
+        check_writable("cache", store.path, folder=True)
     job = plan_capture(target, data, **settings)
-    store, planned = open_store(cache, object_store), set(range(job.manifest.num_shards))
+    planned = set(range(job.manifest.num_shards))
     begun = CacheManifest.exists(store)
     if not begun:  # a refusal leaves nothing behind
         check_space(store, job.manifest, job.stored_tokens(planned))
@@ -176,13 +182,15 @@ def write_missing_shards(job: CaptureJob, writer: CacheWriter) -> None:
     if group.leads:
         writer.check_quarantined()
         write_index(writer.store)
-        _report(writer, f"{writer.store.location}: {name} is done, {len(mine)} shards written now")
+        _report(writer, f"{writer.store.location}: {name} is done, {counted(len(mine), 'shard')} written now")
 
 
 def _report(writer: CacheWriter, done: str) -> None:
     committed, quarantined = len(writer.committed()), writer.quarantined()
-    counted = f"{committed} of {writer.manifest.num_shards} shards are committed"
-    say(f"{done}; {counted}, {len(quarantined)} samples quarantined")
+    say(
+        f"{done}; {committed} of {counted(writer.manifest.num_shards, 'shard')} committed, "
+        f"{counted(len(quarantined), 'sample')} quarantined"
+    )
     for sample in quarantined[:MAX_SHOWN]:
         say(f"  {sample}")
     if len(quarantined) > MAX_SHOWN:

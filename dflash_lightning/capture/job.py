@@ -17,6 +17,7 @@ from dflash_lightning.distributed import Group, Place, form_groups, launched_pla
 from dflash_lightning.errors import ConfigError, DataError
 from dflash_lightning.prepare.data import PreparedSample, load_data
 from dflash_lightning.target import Placement, target_identity, target_text_config
+from dflash_lightning.wording import counted
 
 
 @dataclass(frozen=True)
@@ -106,20 +107,25 @@ def plan_capture(
     identity = target_identity(target)
     text_config = target_text_config(target)
     placement.check(target, text_config, place.local_rank)
-    layer_ids = DrafterSettings(
-        num_layers=1,
-        target_layer_ids=target_layer_ids,
-        num_tapped_layers=None if target_layer_ids else num_tapped_layers,
-    ).resolve_target_layer_ids(text_config.num_hidden_layers)
     info, samples = load_data(data)
     if not info.target.fits(identity):
         raise DataError(
             f"{data} was prepared with target {info.target.name}, which isn't {target}: one target's answers don't "
             "teach a drafter for another. Name the same target, or prepare again."
         )
+    layer_ids = DrafterSettings(
+        num_layers=1,
+        target_layer_ids=target_layer_ids,
+        num_tapped_layers=None if target_layer_ids else num_tapped_layers,
+    ).resolve_target_layer_ids(text_config.num_hidden_layers)
     samples = samples[:limit]
     if not samples:
         raise DataError(f"{data} holds no sample; prepare some prompts first.")
+    if not any(any(sample.loss_mask) for sample in samples):
+        raise DataError(
+            f"{data}: not one token of {counted(len(samples), 'sample')} is an answer's (response_start is the end of "
+            "each), so that a drafter would have nothing to learn. Prepare prompts whose answers aren't empty."
+        )
     manifest = CacheManifest(
         target=identity,
         target_layer_ids=layer_ids,

@@ -17,6 +17,7 @@ from dflash_lightning.decoding.sampling import Greedy, Scheme
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import ConfigError
 from dflash_lightning.features import FeatureTap, input_device
+from dflash_lightning.wording import counted
 
 
 @dataclass
@@ -65,7 +66,7 @@ def length_limits(target: PreTrainedModel, prompts: Sequence[Sequence[int]], max
             raise ConfigError(f"{name} has no tokens; decoding needs at least one.")
         if len(prompt) >= positions:
             raise ConfigError(
-                f"{name} has {len(prompt)} tokens, and the target has {positions} positions "
+                f"{name} has {counted(len(prompt), 'token')}, and the target has {positions} positions "
                 "(max_position_embeddings) for prompt and answer together. Shorten the prompt."
             )
     return [min(max_new_tokens, positions - len(prompt)) for prompt in prompts]

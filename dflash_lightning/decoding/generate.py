@@ -18,6 +18,7 @@ from dflash_lightning.devices import Dtype, resolve_device
 from dflash_lightning.export import load_drafter
 from dflash_lightning.prompts.rows import PromptRow, prompt_token_ids
 from dflash_lightning.target import load_target, load_tokenizer, stop_token_ids
+from dflash_lightning.wording import counted
 
 
 def generate(
@@ -57,7 +58,7 @@ def generate(
     draft_model = load_drafter(drafter, dtype=getattr(torch, dtype), device=where, target=target)
     limits = {"max_new_tokens": max_new_tokens, "stop_ids": stop_token_ids(model, tokenizer), "scheme": scheme}
     chat = chat or prompt is None
-    stdout, stderr = Console(), Console(stderr=True, highlight=False)
+    stdout, stderr = Console(), Console(stderr=True, highlight=False, soft_wrap=True)
     messages: list[dict[str, str]] = []
     runs: list[Generation] = []
     answered: list[int] = []  # the prompt of the latest run
@@ -113,7 +114,7 @@ def _tell_cut(
         return
     (limit,) = length_limits(target, [prompt_ids], limits["max_new_tokens"])
     reason = "--max-new-tokens" if limit == limits["max_new_tokens"] else "the target has no more positions"
-    console.print(f"cut off after {limit} tokens: {reason}", style="dim")
+    console.print(f"cut off after {counted(limit, 'token')}: {reason}", style="dim")
 
 
 def _report(runs: Sequence[Generation], console: Console) -> None:
@@ -123,13 +124,13 @@ def _report(runs: Sequence[Generation], console: Console) -> None:
     tau = pooled_tau(run.committed for run in runs)
     answers = f" in {len(runs)} answers" if len(runs) > 1 else ""
     console.print(
-        f"{tokens} tokens{answers}, {rounds} verify rounds, acceptance length tau "
+        f"{counted(tokens, 'token')}{answers}, {counted(rounds, 'verify round')}, acceptance length tau "
         f"{'-' if tau is None else f'{tau:.2f}'}; {tokens / seconds:.1f} tokens/s"
     )
     if mask_tokens := sum(run.mask_tokens for run in runs):
         console.print(
-            f"warning: the target itself said the drafter's mask token {mask_tokens} times. The drafter takes it for "
-            "an empty slot; train with another mask_token_id.",
+            f"warning: the target itself said the drafter's mask token {counted(mask_tokens, 'time')}. The drafter "
+            "takes it for an empty slot; train with another mask_token_id.",
             style="yellow",
         )
 

@@ -7,10 +7,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from dflash_lightning.doctor.machine import check_machine
 from dflash_lightning.doctor.packages import check_packages
-from dflash_lightning.doctor.ranks import check_ranks
 from dflash_lightning.doctor.verdict import Verdict
+from dflash_lightning.wording import counted
 
 STYLES = {"ok": "green", "doubtful": "yellow", "fails": "bold red"}
 WIDTH = len("held-out prompts")
@@ -41,7 +40,7 @@ def doctor(
         Console().print(_line(verdict), soft_wrap=True)
         failed += verdict.state == "fails"
     if failed:
-        Console().print(Text(f"{failed} {'check' if failed == 1 else 'checks'} failed", style=STYLES["fails"]))
+        Console().print(Text(f"{counted(failed, 'check')} failed", style=STYLES["fails"]))
         sys.exit(1)
 
 
@@ -49,10 +48,16 @@ def _checks(
     target: str | None, data: Path | None, cache: str | None, training: Path | None, folder: Path
 ) -> Iterator[Verdict]:
     yield from check_packages()
+    try:
+        from dflash_lightning.doctor.machine import check_machine
+        from dflash_lightning.doctor.parts import Parts
+        from dflash_lightning.doctor.ranks import check_ranks
+    except ImportError as error:  # a package is missing, or too old for another one
+        yield Verdict("other checks", "fails", f"not made: {error}", "Mend the packages first.")
+        return
     yield from check_machine(folder)
     yield from check_ranks()
     if any(part is not None for part in (target, data, cache, training)):
-        # With wrong packages these may not even be imported.
         from dflash_lightning.doctor.parts import Parts
 
         yield from Parts(target, data, cache, training).check()

@@ -8,8 +8,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from dflash_lightning.doctor.verdict import Verdict
+from dflash_lightning.missing import PROJECT
 
-PROJECT = "dflash-lightning"
 SHOWN = ("torch", "lightning", "deepspeed", "transformers", "zarr")
 KNOWN_BAD: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {

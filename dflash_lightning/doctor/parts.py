@@ -13,10 +13,19 @@ from dflash_lightning.cache import FeatureCache
 from dflash_lightning.decoding.decode import plain_decode
 from dflash_lightning.devices import resolve_device
 from dflash_lightning.doctor.verdict import Verdict
-from dflash_lightning.errors import DataError, DFlashError
+from dflash_lightning.errors import ConfigError, DataError, DFlashError, TargetError
 from dflash_lightning.prepare.data import DataInfo, load_data
 from dflash_lightning.prompts.rows import PromptRow, prompt_token_ids
-from dflash_lightning.target import load_target, load_tokenizer, stop_token_ids, target_identity
+from dflash_lightning.target import (
+    load_generation_config,
+    load_target,
+    load_tokenizer,
+    resolve_mask_token_id,
+    stop_token_ids,
+    target_identity,
+    target_text_config,
+)
+from dflash_lightning.wording import counted
 
 NEW_TOKENS = 16
 
@@ -56,6 +65,8 @@ class Parts:
         """Each given part by itself, then whether they fit each other."""
         if self.target is not None:
             yield told("target", self._target)
+            if self.training is None:  # which may name one
+                yield self._mask_token()
         if self.data is not None:
             yield told("data", self._data)
         if self.cache is not None:
@@ -85,11 +96,24 @@ class Parts:
             f"{seconds:.1f} s ({device}, bfloat16)",
         )
 
+    def _mask_token(self) -> Verdict:
+        """Which token a drafter for this target takes for its empty slots, unless it is told another one."""
+        try:
+            tokenizer, rows = load_tokenizer(self.target), target_text_config(self.target).vocab_size
+            stop_ids = stop_token_ids(load_generation_config(self.target), tokenizer)
+            chosen = resolve_mask_token_id(None, tokenizer, rows, stop_ids)
+        except TargetError as error:
+            return Verdict("mask token", "fails", str(error))
+        except ConfigError as error:
+            return Verdict("mask token", "doubtful", f"none by default, a training has to name one. {error}")
+        token = tokenizer.convert_ids_to_tokens(chosen)
+        return Verdict("mask token", "ok", f"{chosen}, {'a row that no token uses' if token is None else token}")
+
     def _data(self) -> Verdict:
         info, samples = load_data(self.data)
         self._check_targets_data(info)
         tokens = sum(len(sample.input_ids) for sample in samples)
-        return Verdict("data", "ok", f"{self.data} holds {len(samples):,} samples, {tokens:,} tokens")
+        return Verdict("data", "ok", f"{self.data} holds {counted(len(samples), 'sample')}, {counted(tokens, 'token')}")
 
     def _check_targets_data(self, info: DataInfo) -> None:
         if self.target is not None and not info.target.fits(target_identity(self.target)):
@@ -102,7 +126,8 @@ class Parts:
         manifest = cache.manifest
         identity = None if self.target is None else target_identity(self.target)
         cache.check_compatible(identity, manifest.target_layer_ids, manifest.hidden_size)
-        found = f"{self.cache} holds {len(cache):,} samples, {cache.num_tokens:,} tokens, {decimal(cache.num_bytes)}"
+        counts = f"{counted(len(cache), 'sample')}, {counted(cache.num_tokens, 'token')}"
+        found = f"{self.cache} holds {counts}, {decimal(cache.num_bytes)}"
         if self.data is not None:
             info, _ = load_data(self.data)
             if info.dataset_sha256 != manifest.dataset_sha256:

@@ -20,6 +20,7 @@ from dflash_lightning.target import load_tokenizer
 from dflash_lightning.training.fit import FitCLI, fit
 from dflash_lightning.training.module import DFlashModule
 from dflash_lightning.training.trainer_checks import check_settings
+from dflash_lightning.wording import counted
 
 # Of a checkpoint, for each weight: bfloat16, and in float32 the master and AdamW's two moments.
 BYTES_PER_WEIGHT = 2 + 3 * 4
@@ -59,7 +60,8 @@ def _first_batch(data: FeatureCacheDataModule) -> Verdict:
     batch = loader.dataset[plan]
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in batch.values())
     steps = len(loader) // data.trainer.accumulate_grad_batches
-    found = f"{data.store.location} fits; an epoch has {steps:,} steps; the first batch was read, {decimal(num_bytes)}"
+    epoch = f"an epoch has {counted(steps, 'step')}"
+    found = f"{data.store.location} fits; {epoch}; the first batch was read, {decimal(num_bytes)}"
     needed = num_bytes * BATCHES_AHEAD * data.num_workers * data.trainer.num_devices
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
     if needed > free:
@@ -90,7 +92,8 @@ def _room_for_checkpoints(model: DFlashModule, trainer: L.Trainer) -> Verdict:
             "Set save_top_k to how many are wanted.",
         )
     found = (
-        f"{weights:,} weights; up to {kept} checkpoints take {decimal(needed)}, {decimal(free)} are free for {folder}"
+        f"{weights:,} weights; up to {counted(kept, 'checkpoint')} of {decimal(weights * BYTES_PER_WEIGHT)} each, "
+        f"{decimal(free)} are free for {folder}"
     )
     if needed > free:
         return Verdict("checkpoints", "fails", found, "Free some disk, or give the ModelCheckpoints another dirpath.")
@@ -103,4 +106,6 @@ def _prompts(model: DFlashModule, decoding: DecodedAcceptance) -> Verdict:
     if not prompts:
         return Verdict("held-out prompts", "fails", f"{decoding.prompts_path} holds no prompt", "Give another file.")
     longest = max(len(prompt.token_ids) for prompt in prompts)
-    return Verdict("held-out prompts", "ok", f"{len(prompts)} from {decoding.prompts_path}, up to {longest} tokens")
+    return Verdict(
+        "held-out prompts", "ok", f"{len(prompts)} from {decoding.prompts_path}, up to {counted(longest, 'token')}"
+    )

@@ -4,7 +4,6 @@ import json as json_format
 from datetime import timedelta
 from inspect import signature
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
@@ -26,6 +25,8 @@ from dflash_lightning.target import (
     stop_token_ids,
     target_text_config,
 )
+from dflash_lightning.wording import counted
+from dflash_lightning.writable import check_writable
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 # The first waits for the last; one that has ended is noticed at once.
@@ -49,17 +50,17 @@ def check_outputs(json: Path | None, plot: Path | None) -> None:
     """Find out now, not after hours of decoding, that a file can't be written.
 
     Raises:
-        ConfigError: the plot's ending is of no format.
-        OSError: naming the file.
+        ConfigError: a file can't be written, or the plot's ending is of no format.
     """
     if plot is not None and plot.suffix not in PLOT_SUFFIXES:
         raise ConfigError(f"plot is {plot}; expected a name that ends with {', '.join(PLOT_SUFFIXES)}.")
+    if json is not None:
+        check_writable("json", json, folder=False)
+        check_writable("the journal beside json", journal_folder(json), folder=True)
+    if plot is not None:
+        check_writable("plot", plot, folder=False)
     for path in filter(None, (json, plot)):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            path.open("a").close()
-        else:
-            NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.").close()
 
 
 def evaluate(
@@ -137,7 +138,7 @@ def evaluate(
     if plot is not None:
         from dflash_lightning.evaluation.plot import draw_report  # here, as matplotlib takes a second to import
 
-        title = f"{prompt_set}: {report['prompts']} prompts, speed-up {report['speedup']:.2f}x"
+        title = f"{prompt_set}: {counted(report['prompts'], 'prompt')}, speed-up {report['speedup']:.2f}x"
         draw_report(report, title).savefig(plot, dpi=150)
     print_report(report)
     return report

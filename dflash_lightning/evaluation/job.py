@@ -13,9 +13,10 @@ from dflash_lightning.drafter import Drafter
 from dflash_lightning.evaluation.journal import EvaluationJournal, drafter_identity
 from dflash_lightning.evaluation.prompt_results import PromptResult
 from dflash_lightning.evaluation.questioning import Questioning
-from dflash_lightning.progress import say, track
+from dflash_lightning.progress import inform, track
 from dflash_lightning.prompts.rows import PromptRow, rows_record
 from dflash_lightning.target import load_target, target_identity
+from dflash_lightning.wording import counted
 
 # Prompts on which the other dtype's plain speed is tried.
 PROBE_PROMPTS = 2
@@ -63,7 +64,7 @@ class EvaluationJob:
         with EvaluationJournal(folder, self.place.rank, self.work()) as journal:
             missing = [number for number in mine if number not in journal.results]
             if folder and len(missing) < len(mine):
-                say(f"{len(mine) - len(missing)} of {len(mine)} prompts were finished before, see {folder}")
+                inform(f"{len(mine) - len(missing)} of {counted(len(mine), 'prompt')} finished before, see {folder}")
             if missing:
                 if journal.plain_speed is None and (speed := self.plain_speed()):
                     journal.add_plain_speed(speed)

@@ -14,6 +14,7 @@ from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import ConfigError
 from dflash_lightning.evaluation.prompt_results import Prompt, PromptResult, evaluate_prompt
 from dflash_lightning.prompts.rows import PromptRow
+from dflash_lightning.wording import counted
 
 # Decoded first and not measured: what a first forward sets up is no part of a text's time.
 WARM_UP_TOKENS = 8
@@ -88,7 +89,7 @@ class Questioning:
             needed = len(self.prompt(last).token_ids) + replies
             if needed >= positions:
                 raise ConfigError(
-                    f"{row.place}: {1 + len(row.follow_ups)} turns with max_new_tokens "
+                    f"{row.place}: {counted(1 + len(row.follow_ups), 'turn')} with max_new_tokens "
                     f"{self.limits['max_new_tokens']} may have {needed} tokens before the last answer, and the target "
                     f"has {positions} positions. Lower max_new_tokens, or leave this prompt out."
                 )

@@ -6,7 +6,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-BAR_WIDTH = 20
+from dflash_lightning.wording import counted
+
+BAR_WIDTH = 18
 
 
 def show_number(value: float | None) -> str:
@@ -42,7 +44,7 @@ def _figures(report: dict[str, Any]) -> dict[str, str]:
     turns = f", {report['texts']} turns" if report["texts"] > report["prompts"] else ""
     return {
         "prompts": f"{report['prompt_set']}: {report['prompts']}{turns}",
-        "acceptance length tau": f"{_with_interval(report, 'tau')}, all {report['rounds']} rounds",
+        "acceptance length tau": f"{_with_interval(report, 'tau')}, all {counted(report['rounds'], 'round')}",
         "  mean of each text's": f"{_with_interval(report, 'tau_mean')}, as in the paper",
         "teacher-forced tau": show_number(report["teacher_forced_tau"]),
         "tokens a second": f"{report['tokens_per_second']:.1f}  (plain: {report['baseline_tokens_per_second']:.1f}, "
@@ -50,7 +52,7 @@ def _figures(report: dict[str, Any]) -> dict[str, str]:
         "first token after": f"{report['seconds_to_first_token']:.3f} s  "
         f"(plain: {report['plain_seconds_to_first_token']:.3f} s)",
         "texts": equality,
-        "mask token": f"said by the target itself in answer to {report['mask_token_prompts']} prompts",
+        "mask token": f"said by the target itself in answer to {counted(report['mask_token_prompts'], 'prompt')}",
     }
 
 
@@ -64,7 +66,7 @@ def _by_length(report: dict[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("tokens", "rounds", "share"):
         table.add_column(name, justify="right")
-    table.add_column("")
+    table.add_column("", no_wrap=True, min_width=BAR_WIDTH)
     for name in ("slot", "accepted", "if slots before are"):
         table.add_column(name, justify="right")
     largest = max(1, *report["histogram"].values())

@@ -11,6 +11,7 @@ from dflash_lightning.cache import TargetIdentity
 from dflash_lightning.checkpoints import TrainingCheckpoint
 from dflash_lightning.config import DrafterConfig
 from dflash_lightning.export.format import Format, TokenIds
+from dflash_lightning.wording import counted
 
 METADATA_FILE, CARD_FILE = "dflash_lightning.json", "README.md"
 # The card of somebody else's folder that ours was converted from: its licence, its results.
@@ -88,8 +89,8 @@ class Verification:
         tied = f"; {self.ties} part from it at a tie of two logits" if self.ties else ""
         return (
             f"in float32, {decoders} gave the target's plain greedy text for {self.prompts - self.ties} of "
-            f"{self.prompts} prompts ({self.prompt_set}, at most {self.max_new_tokens} tokens each), tau {self.tau:.3f}"
-            f"{both}{tied}"
+            f"{counted(self.prompts, 'prompt')} ({self.prompt_set}, at most {self.max_new_tokens} tokens each), tau "
+            f"{self.tau:.3f}{both}{tied}"
         )
 
 

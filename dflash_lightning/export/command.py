@@ -20,6 +20,7 @@ from dflash_lightning.progress import say
 from dflash_lightning.target import load_tables, target_text_config
 from dflash_lightning.target.files import find_target
 from dflash_lightning.target.loading import config_of
+from dflash_lightning.wording import counted
 
 
 def export(
@@ -83,7 +84,9 @@ def export(
     exported_dtype = getattr(torch, dtype) if dtype else torch.bfloat16 if source.form is None else source.dtype
     provenance = _complete(source, cache, evaluations or [])
     where = resolve_device(device)
-    reason = "--verify is false" if verify is False else why_not(target, where, source.config)
+    reason = why_not(target, where, source.config)
+    if verify is False:
+        reason = f"`dflash-lightning export --checkpoint {checkpoint}` does that"
     if reason and verify:
         raise ExportError(f"The export can't be verified: {reason}. Leave --verify out to export without.")
     check = None
@@ -109,7 +112,7 @@ def export(
         say(f"not verified by decoding: {reason}")
     for folder in folders:
         name = str(exported_dtype).removeprefix("torch.")
-        say(f"{folder}: {source.config.num_layers} layers, block {source.config.block_size}, {name}")
+        say(f"{folder}: {counted(source.config.num_layers, 'layer')}, block {source.config.block_size}, {name}")
     return folders
 
 

@@ -30,6 +30,7 @@ from dflash_lightning.export.card import (
 from dflash_lightning.export.format import Format, TokenIds, Verifier, rope_parameters
 from dflash_lightning.export.layout import check_tensors
 from dflash_lightning.export.loading import CONFIG_FILE, FORMATS, WEIGHTS_FILE, check_mask_token, read_drafter
+from dflash_lightning.writable import check_writable
 
 
 def check_free(folder: str | Path) -> None:
@@ -37,6 +38,7 @@ def check_free(folder: str | Path) -> None:
 
     Raises:
         ExportError: ``folder`` is a file, or a folder that isn't empty.
+        ConfigError: it can't be written.
     """
     folder = Path(folder)
     if folder.is_dir() and any(folder.iterdir()):
@@ -45,6 +47,7 @@ def check_free(folder: str | Path) -> None:
         )
     if folder.exists() and not folder.is_dir():
         raise ExportError(f"{folder} is a file; expected a folder to make.")
+    check_writable("output", folder, folder=True)
 
 
 def parse_formats(names: str) -> list[Format]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dflash_lightning.config import DrafterConfig
 from dflash_lightning.errors import ExportError
+from dflash_lightning.wording import counted
 
 
 def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
@@ -62,7 +63,7 @@ def check_tensors(weights: Mapping[str, Tensor], config: DrafterConfig, where: s
     if problems:
         raise ExportError(
             f"{where} doesn't hold the weights of its own configuration: {'; '.join(problems)}. Expected "
-            f"{len(expected)} tensors of a drafter of {config.num_layers} layers."
+            f"{len(expected)} tensors of a drafter of {counted(config.num_layers, 'layer')}."
         )
     if broken := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
         raise ExportError(

@@ -37,6 +37,7 @@ from dflash_lightning.prompts.rows import PromptRow, prompt_token_ids, read_prom
 from dflash_lightning.target import load_target, load_tokenizer, stop_token_ids
 from dflash_lightning.target.files import find_target, loading
 from dflash_lightning.target.loading import config_of
+from dflash_lightning.wording import counted
 
 BUILT_IN = "built-in"
 # Activations, caches and what loading takes for a moment, besides the weights.
@@ -230,8 +231,8 @@ def _compare(
     ours, theirs = _taus(agreeing)
     if ours is None:
         raise ExportError(
-            f"The export is refused: {len(decoded)} prompts were decoded to verify it, and none gave a verify round to "
-            "compare. Give other prompts by --prompts, or export with --verify false."
+            f"The export is refused: {counted(len(decoded), 'prompt')} decoded to verify it, and none gave a verify "
+            "round to compare. Give other prompts by --prompts, or export with --verify false."
         )
     return Verification(
         prompt_set,

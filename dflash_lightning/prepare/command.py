@@ -35,6 +35,8 @@ from dflash_lightning.target import (
     target_identity,
     target_text_config,
 )
+from dflash_lightning.wording import counted
+from dflash_lightning.writable import check_writable
 
 __all__ = ["DataInfo", "PreparedData", "PreparedSample", "load_data", "prepare"]
 
@@ -123,20 +125,14 @@ def prepare(
             raise ConfigError(f"{setting} is {value}; expected {least} or more.")
     where = resolve_device(device)
     output = Path(output)
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"output is {output}, which is a file; expected a folder, or a name that is free.")
+    check_writable("output", output, folder=True)
     rows = read_prompts(input, limit)
     tokenizer = load_tokenizer(target)
     stop_ids = stop_token_ids(load_generation_config(target), tokenizer)
     if not stop_ids:
         raise TargetError(f"Target {target!r} has no stop token: neither its tokenizer nor its defaults name an eos.")
     context = target_text_config(target).max_position_embeddings
-    longest_prompt = context - max_new_tokens if max_prompt_tokens is None else max_prompt_tokens
-    if not 1 <= longest_prompt <= context - max_new_tokens:
-        raise ConfigError(
-            f"max_new_tokens {max_new_tokens} with prompts of up to {longest_prompt} tokens doesn't fit the target's "
-            f"context of {context} tokens. Expected at least 1 token of prompt and a sum of at most {context}."
-        )
+    longest_prompt = _longest_prompt(context, max_new_tokens, max_prompt_tokens)
     generation = {
         "mode": "chat" if tokenizer.chat_template else "plain",
         "thinking": thinking,
@@ -165,8 +161,8 @@ def prepare(
             if not samples:
                 journal.path.unlink()
                 raise DataError(
-                    f"{input}: all {len(skipped)} rows are skipped, the first one ({skipped[0]['id']}) because "
-                    f"{skipped[0]['reason']}. Give other prompts, or change the limit."
+                    f"{input}: all {counted(len(skipped), 'row')} are skipped, the first one ({skipped[0]['id']}) "
+                    f"because {skipped[0]['reason']}. Give other prompts, or change the limits."
                 )
             sha256, counts = dataset_sha256(samples), _counts(samples, len(skipped))
             info = DataInfo(identity, generation, work["input"], sha256, counts)
@@ -175,14 +171,33 @@ def prepare(
     return _finished(PreparedData(output, info, len(answers) - before))
 
 
+def _longest_prompt(context: int, max_new_tokens: int, max_prompt_tokens: int | None) -> int:
+    """Most tokens of a prompt, so that the longest answer still finds room in the target's context."""
+    if max_new_tokens >= context:
+        raise ConfigError(
+            f"max_new_tokens is {max_new_tokens}, and the target's context holds {context} tokens, those of the prompt "
+            f"included. Give fewer than {context}, and so many fewer as prompts have tokens."
+        )
+    if max_prompt_tokens is None:
+        return context - max_new_tokens
+    if not 1 <= max_prompt_tokens <= context - max_new_tokens:
+        raise ConfigError(
+            f"max_prompt_tokens is {max_prompt_tokens}; expected 1 to {context - max_new_tokens}, the target's context "
+            f"of {context} tokens less max_new_tokens, {max_new_tokens}. Lower one of them, or leave max_prompt_tokens "
+            "out."
+        )
+    return max_prompt_tokens
+
+
 def _finished(data: PreparedData) -> PreparedData:
     counts = data.info.counts
     skipped = f"{counts['skipped']} skipped"
     if counts["skipped"]:
         skipped += f" (why: {data.folder / SKIPPED})"
     say(
-        f"{data.folder}: {counts['samples']} samples, {counts['given']} answers given, {counts['generated']} generated "
-        f"({data.generated_now} now), {skipped}; {counts['tokens']:,} tokens, {counts['response_tokens']:,} of answers"
+        f"{data.folder}: {counted(counts['samples'], 'sample')}, {counts['given']} answers given, "
+        f"{counts['generated']} generated ({data.generated_now} now), {skipped}; {counted(counts['tokens'], 'token')}, "
+        f"{counts['response_tokens']:,} of answers"
     )
     return data
 
@@ -195,8 +210,8 @@ def _question(row: PromptRow, stage: _Stage) -> _Question:
         ids = stage.tokenizer(row.response, add_special_tokens=False).input_ids
         if len(ids) < MIN_ANSWER_TOKENS:
             raise DataError(
-                f"{row.place}: `response` has {len(ids)} tokens, expected {MIN_ANSWER_TOKENS} or more: a shorter one "
-                "has nothing to draft. Remove the row, or leave `response` out to have it generated."
+                f"{row.place}: `response` has {counted(len(ids), 'token')}, expected {MIN_ANSWER_TOKENS} or more: a "
+                "shorter one has nothing to draft. Remove the row, or leave `response` out to have it generated."
             )
         if row.finish_reason == "stop" and ids[-1] not in stage.stop_ids:
             eos = stage.tokenizer.eos_token_id
@@ -204,9 +219,12 @@ def _question(row: PromptRow, stage: _Stage) -> _Question:
         given = GreedyAnswer(ids, row.finish_reason)
         if len(prompt_ids) + len(ids) > stage.context:
             total = len(prompt_ids) + len(ids)
-            too_long = f"prompt and answer have {total} tokens, the target's context {stage.context}"
+            too_long = f"prompt and answer have {total} tokens, the target's context holds {stage.context}"
     if len(prompt_ids) > longest_prompt:
-        too_long = f"the prompt has {len(prompt_ids)} tokens, the limit is {longest_prompt}"
+        too_long = (
+            f"the prompt has {counted(len(prompt_ids), 'token')}, the limit is {longest_prompt} (the target's context "
+            f"of {stage.context} less max_new_tokens, or max_prompt_tokens)"
+        )
     return _Question(row, prompt_ids, given, too_long)
 
 
@@ -252,7 +270,7 @@ def _samples(
         if reason is None:
             text_ids = answer.token_ids[:-1] if answer.token_ids[-1] in stage.stop_ids else answer.token_ids
             if len(text_ids) < MIN_ANSWER_TOKENS:
-                reason = f"the answer has {len(text_ids)} tokens, expected {MIN_ANSWER_TOKENS} or more"
+                reason = f"the answer has {counted(len(text_ids), 'token')}, expected {MIN_ANSWER_TOKENS} or more"
         if reason is not None:
             skipped.append({"id": row.id, "reason": reason})
             continue

@@ -6,6 +6,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from dflash_lightning.errors import ConfigError
 
+# How many ids a message names.
+NAMED = 3
+
 
 def stop_token_ids(source: PreTrainedModel | GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The ids that end an answer: the generation defaults' eos ids and the tokenizer's, ascending, each once."""
@@ -60,11 +63,30 @@ def resolve_mask_token_id(
 
 
 def _advice(tokenizer: PreTrainedTokenizerBase, embedding_rows: int, forbidden: dict[int, str]) -> str:
+    fitting = fitting_mask_tokens(tokenizer, embedding_rows, forbidden)
+    examples = f", for example {', '.join(fitting)}" if fitting else ""
+    return (
+        f"Set model.drafter.mask_token_id to an id from 0 to {embedding_rows - 1} that is no pad, bos, eos or stop "
+        f"token and that texts don't use{examples}."
+    )
+
+
+def fitting_mask_tokens(
+    tokenizer: PreTrainedTokenizerBase, embedding_rows: int, forbidden: Iterable[int] = ()
+) -> list[str]:
+    """Ids that would do as mask tokens, each with its token: special ones that no chat has, else the rarest.
+
+    Args:
+        tokenizer: The target's tokenizer.
+        embedding_rows: Rows of the target's embedding table.
+        forbidden: Ids that have a meaning of their own.
+    """
     taken = {*forbidden, tokenizer.unk_token_id}
-    spare = [
-        f"{token} ({added.content})"
-        for token, added in sorted(tokenizer.added_tokens_decoder.items())
-        if added.special and token not in taken and token < embedding_rows
+    added, template = tokenizer.added_tokens_decoder, str(tokenizer.chat_template)
+    spare = [id for id, token in sorted(added.items()) if token.special and token.content not in template]
+    # Tokenizers are trained from frequent to rare.
+    rarest = sorted(tokenizer.get_vocab().values(), reverse=True)
+    fitting = [
+        id for id in (*spare, *(id for id in rarest if id not in added)) if id not in taken and id < embedding_rows
     ]
-    examples = f", for example one of the target's own special tokens: {', '.join(spare[:3])}" if spare else ""
-    return f"Set an id from 0 to {embedding_rows - 1} that is no pad, bos, eos or stop token{examples}."
+    return [f"{id} ({tokenizer.convert_ids_to_tokens(id)})" for id in fitting[:NAMED]]

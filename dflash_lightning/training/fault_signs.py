@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from dflash_lightning.wording import counted
+
 LEAST_SUPERVISED = 0.02
 """Share of supervised tokens below which nearly all that was captured is prompt. Short answers to long documents
 have about 5 %."""
@@ -127,7 +129,7 @@ def mask_token_in_data(count: int, mask_token_id: int) -> FaultSign | None:
         return None
     return FaultSign(
         "mask_token_in_data",
-        f"the mask token {mask_token_id} is a token of the data, seen {count} times so far.",
+        f"the mask token {mask_token_id} is a token of the data, seen {counted(count, 'time')} so far.",
         "the tokenizer or the chat template uses it: the drafter can't tell a slot to fill from that token.",
         "choose an unused one as model.drafter.mask_token_id. That needs no new capture.",
     )
@@ -207,7 +209,7 @@ def nothing_accepted(decodings: int, step: int) -> FaultSign | None:
         return None
     return FaultSign(
         "nothing_accepted",
-        f"not one draft token was accepted in the last {decodings} decodings, up to step {step}.",
+        f"not one draft token was accepted in the last {counted(decodings, 'decoding')}, up to step {step}.",
         "if train/accuracy_slot_1 is high, decoding sees other features than the cache holds; if it is low, the "
         "drafter hasn't learned yet.",
         "low: whether train/loss falls, and model.optimizer.lr. High: `dflash-lightning cache info CACHE` (target and "

@@ -1,29 +1,35 @@
 """``fit``: Lightning's own command line around our module and data module."""
 
-import logging
 import signal
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
+from callbacks.early_check import CheckedEarly
 from callbacks.fault_watch import WatchForFaults
+from callbacks.run_record import RunRecord
 from callbacks.tensorboard_pages import TensorBoardPages, tensorboard_writers
 from callbacks.training_progress import TrainingProgress
 from datamodules import FeatureCacheDataModule
 from dflash_lightning.distributed import is_of_lost_rank, launched_place
+from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import ConfigError, DFlashError, LostRankError
+from dflash_lightning.progress import say
 from dflash_lightning.report import report
 from dflash_lightning.training.module import DFlashModule
 from dflash_lightning.training.resume import OneStart, check_same_run, choose_start
 from dflash_lightning.training.trainer_checks import check_trainer
 from dflash_lightning.usage import first_of_ours, usage_errors
+from dflash_lightning.wording import counted
+from dflash_lightning.writable import check_writable
 
 # Said by the libraries about each other; nothing that a user could act on.
 HARMLESS_WARNINGS = (
@@ -52,6 +58,8 @@ class FitCLI(LightningCLI):
             help="A checkpoint to go on from, or `auto`: the newest complete one among the folders that the "
             "ModelCheckpoint callbacks write to; none there starts anew.",
         )
+        # A line of our own says what is trained.
+        parser.set_defaults({"trainer.enable_model_summary": False})
 
     def instantiate_trainer(self, **settings: Any) -> Trainer:
         """As Lightning does, with our progress; what it says of a wrong setting is for the user."""
@@ -67,6 +75,10 @@ class FitCLI(LightningCLI):
     def fit(self, model: DFlashModule, datamodule: FeatureCacheDataModule) -> None:
         """Train from the chosen start."""
         check_trainer(self.trainer)  # before Lightning starts processes
+        self._check_places()
+        for callback in self.trainer.callbacks:
+            if isinstance(callback, CheckedEarly):
+                callback.check()
         start = choose_start(self.config_init["fit"]["resume"], self.trainer)
         if start.message:
             rank_zero_info(start.message)
@@ -74,20 +86,40 @@ class FitCLI(LightningCLI):
             check_same_run(start.checkpoint, model.making(), self.trainer)
             if 0 < self.trainer.max_steps <= start.step:
                 rank_zero_info(f"nothing is left to train: trainer.max_steps is {self.trainer.max_steps}")
+        rank_zero_info(_described(model))
         settings = self._parser("fit").dump(self.config["fit"])
-        self.trainer.callbacks += [OneStart(start), WatchForFaults(), TensorBoardPages(settings, start.step)]
+        pages = TensorBoardPages(settings, start.step)
+        self.trainer.callbacks += [OneStart(start), RunRecord(start.step), WatchForFaults(), pages]
         self.trainer.fit(model, datamodule=datamodule, ckpt_path=start.checkpoint)
         self._tell_best()
         for writer in tensorboard_writers(self.trainer):
             report(Path(writer.log_dir))
 
+    def _check_places(self) -> None:
+        """Refuse folders for logs and checkpoints that can't be written."""
+        logs = [logger.save_dir for logger in self.trainer.loggers if logger.save_dir]
+        for folder in logs or [self.trainer.default_root_dir]:
+            check_writable("the folder for logs", Path(folder), folder=True)
+        for saver in self.trainer.checkpoint_callbacks:
+            if isinstance(saver, ModelCheckpoint) and saver.dirpath:
+                check_writable("dirpath of ModelCheckpoint", Path(saver.dirpath), folder=True)
+
     def _tell_best(self) -> None:
         """Name the checkpoint to go on with: the first ModelCheckpoint's best."""
         saver = self.trainer.checkpoint_callback
-        if saver is not None and saver.best_model_path:
-            rank_zero_info(
-                f"best checkpoint: {saver.best_model_path}, for `evaluate --drafter` and `export --checkpoint`"
-            )
+        if self.trainer.is_global_zero and saver is not None and saver.best_model_path:
+            say(f"best checkpoint: {saver.best_model_path}, for `evaluate --drafter` and `export --checkpoint`")
+
+
+def _described(model: DFlashModule) -> str:
+    """What is trained, in a line."""
+    config = model.drafter_config
+    with torch.device("meta"):
+        weights = sum(parameter.numel() for parameter in Drafter(config).parameters())
+    return (
+        f"drafter: {weights:,} weights, {counted(config.num_layers, 'layer')}, blocks of {config.block_size}, mask "
+        f"token {config.mask_token_id}; reads layers {list(config.target_layer_ids)} of {model.target_name}"
+    )
 
 
 def fit(arguments: Sequence[str], cli: type[FitCLI] | None = None) -> FitCLI:
@@ -100,7 +132,6 @@ def fit(arguments: Sequence[str], cli: type[FitCLI] | None = None) -> FitCLI:
     """
     for message in HARMLESS_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
     program = "dflash-lightning fit"
     try:
         with usage_errors(program):
@@ -135,10 +166,6 @@ def fit(arguments: Sequence[str], cli: type[FitCLI] | None = None) -> FitCLI:
     except SIGTERMException as stop:
         # Lightning would exit with 0, as if training had finished.
         raise SystemExit(128 + signal.SIGTERM) from stop
-
-
-def _is_no_advertisement(record: logging.LogRecord) -> bool:
-    return "litlogger" not in record.getMessage()
 
 
 def _users_mistake(error: Exception) -> DFlashError | None:
