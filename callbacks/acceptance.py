@@ -19,6 +19,7 @@ from dflash_lightning.distributed import gather_when_all_are_done
 from dflash_lightning.errors import ConfigError
 from dflash_lightning.evaluation.prompt_results import PromptResult, decode_plainly, evaluate_prompt, load_prompts
 from dflash_lightning.evaluation.report import summarize
+from dflash_lightning.progress import track
 from dflash_lightning.prompts.sets import read_evaluation_prompts
 from dflash_lightning.target import load_generation_config, load_tokenizer, stop_token_ids
 from dflash_lightning.training.gathering import gather_drafter
@@ -136,8 +137,12 @@ class DecodedAcceptance(CheckedEarly):
                     residence=self.target_on,
                     max_memory=self.max_memory,
                 )
-                with self.target.at_hand() as target:
-                    self.plain = decode_plainly(target, self.prompts.values(), **self.limits)
+                self.plain = []
+                shown = track(len(self.prompts), "plain decoding", "tokens")
+                with self.target.at_hand() as target, shown as progress:
+                    for prompt in self.prompts.values():
+                        self.plain += decode_plainly(target, [prompt], **self.limits)
+                        progress.advance(done=len(self.plain[-1].token_ids))
         self._everybodys({}, "plain decoding")
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:  # noqa: ARG002
@@ -209,9 +214,11 @@ class DecodedAcceptance(CheckedEarly):
         if self.prompts:
             training = drafter.training
             drafter.eval()
-            with isolate_rng(), self.target.at_hand() as target:
+            shown = track(len(self.prompts), f"decoding at step {trainer.global_step}", "tokens")
+            with isolate_rng(), self.target.at_hand() as target, shown as progress:
                 for (number, prompt), plain in zip(self.prompts.items(), self.plain, strict=True):
                     mine[number] = evaluate_prompt(target, drafter, prompt, plain, **self.limits)
+                    progress.advance(done=len(mine[number].token_ids))
             drafter.train(training)
         del drafter  # under ZeRO-3 a copy, whose memory is needed while others still decode
         return self._everybodys(mine, f"decoding at step {trainer.global_step}")

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -11,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dflash_lightning.distributed import launched_place
 
 SECONDS_BETWEEN_LINES = 20.0
+# The live bar that is shown now; there can be only one.
+_BAR: ContextVar[Progress | None] = ContextVar("_BAR", default=None)
 
 
 def say(result: str) -> None:
@@ -51,6 +54,11 @@ class Tracker:
         self._start = self._last_line = time.monotonic()
         self._task = bar.add_task(description, total=total, completed=start, rate="") if bar else None
 
+    def vanish(self) -> None:
+        """Take the stage's line off the live bar."""
+        if self._bar:
+            self._bar.remove_task(self._task)
+
     @property
     def rate(self) -> float:
         """Units done a second, since the start."""
@@ -60,7 +68,8 @@ class Tracker:
         """Report steps that are finished, how many units they were (default: one a step), and what else to show."""
         self.steps += steps
         self.done += steps if done is None else done
-        rate = f"{self.rate:,.{0 if self.rate >= 10 else 1}f} {self.unit}/s"
+        decimals = 0 if self.rate >= 10 else 1 if self.rate >= 1 else 2
+        rate = f"{self.rate:,.{decimals}f} {self.unit}/s"
         if self._bar:
             self._bar.update(self._task, completed=self.steps, rate=f"{rate}{note}")
         if self._bar or self._silent:
@@ -77,11 +86,17 @@ class Tracker:
 def track(total: int, description: str, unit: str = "rows", start: int = 0) -> Iterator[Tracker]:
     """Show the progress of a stage while the block runs; it reports through `Tracker.advance`.
 
-    Standard output stays free for results. Of several processes the first shows its own part, and no other anything.
+    Standard output stays free for results. Of several processes the first shows its own part, and no other anything. A
+    stage inside another one has its bar below the other's, for as long as it takes.
     """
-    console = Console(stderr=True)
+    console, outer = Console(stderr=True), _BAR.get()
     if launched_place().rank > 0:
         yield Tracker(total, description, unit, start=start, silent=True)
+        return
+    if outer is not None:
+        inner = Tracker(total, description, unit, start=start, bar=outer)
+        yield inner
+        inner.vanish()
         return
     if not console.is_terminal:
         yield Tracker(total, description, unit, start=start)
@@ -95,4 +110,8 @@ def track(total: int, description: str, unit: str = "rows", start: int = 0) -> I
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as bar:
-        yield Tracker(total, description, unit, start=start, bar=bar)
+        token = _BAR.set(bar)
+        try:
+            yield Tracker(total, description, unit, start=start, bar=bar)
+        finally:
+            _BAR.reset(token)

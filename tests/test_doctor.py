@@ -14,7 +14,14 @@ from training_helpers import random_sample, write_cache
 from dflash_lightning.cli import run
 from dflash_lightning.doctor import command as command_module
 from dflash_lightning.doctor import ranks as ranks_module
-from dflash_lightning.doctor.machine import GIB, check_disk, check_machine, check_open_files, check_shared_memory
+from dflash_lightning.doctor.machine import (
+    GIB,
+    check_cpu,
+    check_disk,
+    check_machine,
+    check_open_files,
+    check_shared_memory,
+)
 from dflash_lightning.doctor.packages import check_packages, installed, known_fault
 from dflash_lightning.doctor.parts import Parts
 from dflash_lightning.doctor.ranks import add_up
@@ -64,6 +71,7 @@ def test_the_releases_that_are_known_to_go_wrong(version, fault):
     ("verdict", "words"),
     [
         (check_open_files(256), "ulimit -n 65536"),
+        (check_cpu(bfloat16=False), "32-true"),
         (check_disk("disk", Path("runs"), GIB), "cache plan"),
         (check_shared_memory(64 * 2**20), "--shm-size"),
         (check_shared_memory(None), "data.num_workers to 0"),
@@ -106,7 +114,17 @@ def test_parts_that_fit_are_called_so_and_nothing_is_written(run_parts):
     before = sorted(folder.rglob("*"))
     verdicts = by_subject(run_parts.check())
     assert sorted(folder.rglob("*")) == before
-    assert list(verdicts) == ["target", "data", "cache", "training", "training data", "checkpoints", "held-out prompts"]
+    found = [
+        "target",
+        "data",
+        "cache",
+        "training",
+        "output folders",
+        "training data",
+        "checkpoints",
+        "held-out prompts",
+    ]
+    assert list(verdicts) == found
     assert {name for name, verdict in verdicts.items() if verdict.state != "ok"} == {"cache"}
     assert "captured from other data" in verdicts["cache"].found
     assert "asked to count from 1 to 5, said '" in verdicts["target"].found
@@ -137,6 +155,7 @@ def changed(parts: Parts, folder: Path, **settings) -> Parts:
         ({"data__batch_tokens": 40}, "training data", "data.batch_tokens is 40"),
         ({"data__cache": "nowhere"}, "training data", "nowhere"),
         ({"trainer__precision": "16-mixed"}, "training", "16-mixed"),
+        ({"trainer__logger__init_args__save_dir": "/proc/x"}, "output folders", "folder for logs is /proc/x"),
     ],
 )
 def test_a_training_that_would_end_early_is_told_why(run_parts, tmp_path, settings, subject, words):

@@ -11,6 +11,7 @@ import torch
 from rich.filesize import decimal
 
 from dflash_lightning.doctor.verdict import Verdict
+from dflash_lightning.wording import counted
 
 GIB = 2**30
 SHARED_MEMORY = Path("/dev/shm")
@@ -54,7 +55,7 @@ def check_accelerators() -> Verdict:
                 "`nvidia-smi` says whether the driver sees one and is new enough for that CUDA. CUDA_VISIBLE_DEVICES "
                 "may hide it; a container needs `--gpus all`.",
             )
-        return Verdict("accelerators", "ok", f"no GPU: the CPU computes, {os.cpu_count()} cores")
+        return check_cpu(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     names = [torch.cuda.get_device_properties(number) for number in range(count)]
     shown = ", ".join(f"{gpu.name} with {gpu.total_memory / GIB:.0f} GiB" for gpu in names)
     factors = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -84,6 +85,23 @@ def check_accelerators() -> Verdict:
             "Train with trainer.precision 32-true, or elsewhere.",
         )
     return Verdict("accelerators", "ok", shown)
+
+
+def check_cpu(bfloat16: bool) -> Verdict:
+    """A CPU that is to compute.
+
+    Args:
+        bfloat16: whether it has instructions that make such products fast.
+    """
+    found = f"no GPU: the CPU computes, {counted(os.cpu_count(), 'core')}"
+    if not bfloat16:
+        return Verdict(
+            "accelerators",
+            "doubtful",
+            f"{found}, without instructions for bfloat16, which it computes correctly but slowly",
+            "Train with trainer.precision 32-true, and give the other commands --dtype float32.",
+        )
+    return Verdict("accelerators", "ok", found)
 
 
 def check_compiler() -> Verdict:

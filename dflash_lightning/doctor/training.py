@@ -1,7 +1,9 @@
 """Checks of a training's configuration: its settings, its data, and the room for its checkpoints."""
 
+import logging
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import lightning as L
@@ -10,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.filesize import decimal
 
 from callbacks import DecodedAcceptance
+from callbacks.early_check import CheckedEarly
 from datamodules import FeatureCacheDataModule
 from dflash_lightning.doctor.machine import SHARED_MEMORY, free_disk
 from dflash_lightning.doctor.parts import told
@@ -38,6 +41,7 @@ def check_training(training: Path) -> Iterator[Verdict]:
             model.optimizer_settings.check_trainer(self.trainer)
             self.trainer.strategy.connect(model)
             datamodule.trainer = self.trainer
+            verdicts.append(told("output folders", _places, self))
             verdicts.append(told("training data", _first_batch, datamodule))
             verdicts.append(told("checkpoints", _room_for_checkpoints, model, self.trainer))
             for callback in self.trainer.callbacks:
@@ -45,11 +49,30 @@ def check_training(training: Path) -> Iterator[Verdict]:
                     verdicts.append(told("held-out prompts", _prompts, model, callback))
 
     def build() -> Verdict:
-        fit(["--config", str(training)], LooksInsteadOfTraining)
+        with _no_news():
+            fit(["--config", str(training)], LooksInsteadOfTraining)
         return Verdict("training", "ok", f"the settings in {training} are known and go together")
 
     yield told("training", build)
     yield from verdicts
+
+
+@contextmanager
+def _no_news() -> Iterator[None]:
+    """Without what libraries tell of a training that begins: there is none."""
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _places(cli: FitCLI) -> Verdict:
+    cli.check_places()
+    for callback in cli.trainer.callbacks:
+        if isinstance(callback, CheckedEarly) and not isinstance(callback, DecodedAcceptance):
+            callback.check()
+    return Verdict("output folders", "ok", "logs, checkpoints and exports can be written")
 
 
 def _first_batch(data: FeatureCacheDataModule) -> Verdict:

@@ -75,7 +75,7 @@ class FitCLI(LightningCLI):
     def fit(self, model: DFlashModule, datamodule: FeatureCacheDataModule) -> None:
         """Train from the chosen start."""
         check_trainer(self.trainer)  # before Lightning starts processes
-        self._check_places()
+        self.check_places()
         for callback in self.trainer.callbacks:
             if isinstance(callback, CheckedEarly):
                 callback.check()
@@ -95,8 +95,8 @@ class FitCLI(LightningCLI):
         for writer in tensorboard_writers(self.trainer):
             report(Path(writer.log_dir))
 
-    def _check_places(self) -> None:
-        """Refuse folders for logs and checkpoints that can't be written."""
+    def check_places(self) -> None:
+        """Refuse folders for logs and checkpoints that can't be written. Raises ConfigError."""
         logs = [logger.save_dir for logger in self.trainer.loggers if logger.save_dir]
         for folder in logs or [self.trainer.default_root_dir]:
             check_writable("the folder for logs", Path(folder), folder=True)
