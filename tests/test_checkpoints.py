@@ -229,4 +229,4 @@ def test_a_full_export_folder_is_refused_before_the_first_step(llama_folder, tmp
         ExportDrafter(str(tmp_path), formats="gguf")
     trainer = L.Trainer(logger=False, enable_checkpointing=False, callbacks=[ExportDrafter(str(tmp_path / "free"))])
     with pytest.raises(ConfigError, match="add a ModelCheckpoint"):
-        trainer.callbacks[0].on_fit_start(trainer, None)
+        trainer.callbacks[0].on_train_start(trainer, None)

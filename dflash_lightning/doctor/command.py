@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from dflash_lightning.doctor.packages import check_packages
+from dflash_lightning.doctor.packages import check_packages, check_quickstart
 from dflash_lightning.doctor.verdict import Verdict
 from dflash_lightning.wording import counted
 
@@ -48,6 +48,7 @@ def _checks(
     target: str | None, data: Path | None, cache: str | None, training: Path | None, folder: Path
 ) -> Iterator[Verdict]:
     yield from check_packages()
+    yield check_quickstart()
     try:
         from dflash_lightning.doctor.machine import check_machine
         from dflash_lightning.doctor.parts import Parts

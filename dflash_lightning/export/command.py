@@ -86,7 +86,7 @@ def export(
     where = resolve_device(device)
     reason = why_not(target, where, source.config)
     if verify is False:
-        reason = f"`dflash-lightning export --checkpoint {checkpoint}` does that"
+        reason = f"`dflash-lightning export --checkpoint {checkpoint} --output ANOTHER` does that"
     if reason and verify:
         raise ExportError(f"The export can't be verified: {reason}. Leave --verify out to export without.")
     check = None

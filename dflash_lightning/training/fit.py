@@ -70,7 +70,9 @@ class FitCLI(LightningCLI):
         try:
             return super().instantiate_trainer(callbacks=callbacks, **settings)
         except (ValueError, TypeError, MisconfigurationException) as error:
-            raise first_of_ours(error) or ConfigError(f"trainer: {error}") from error
+            no_gpu = " `doctor` says why. To train on the CPU set trainer.accelerator to cpu, trainer.devices to 1."
+            advice = no_gpu if "gpu backend" in str(error) else ""
+            raise first_of_ours(error) or ConfigError(f"trainer: {error}{advice}") from error
 
     def fit(self, model: DFlashModule, datamodule: FeatureCacheDataModule) -> None:
         """Train from the chosen start."""
