@@ -197,4 +197,4 @@ def test_two_ranks_report_what_one_does(settings, whole, tmp_path, capsys):
     evaluate(**shared)
     assert figures_of(shared["json"]) == figures_of(whole)
     assert texts_of(shared["json"]) == texts_of(whole)
-    assert "22 of 24 prompts were finished before" in capsys.readouterr().out
+    assert "22 of 24 prompts finished before" in capsys.readouterr().err
