@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from rich.filesize import decimal
 
+from dflash_lightning.devices import computes_bfloat16_fast
 from dflash_lightning.doctor.verdict import Verdict
 from dflash_lightning.wording import counted
 
@@ -55,7 +56,7 @@ def check_accelerators() -> Verdict:
                 "`nvidia-smi` says whether the driver sees one and is new enough for that CUDA. CUDA_VISIBLE_DEVICES "
                 "may hide it; a container needs `--gpus all`.",
             )
-        return check_cpu(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return check_cpu(computes_bfloat16_fast(torch.device("cpu")))
     names = [torch.cuda.get_device_properties(number) for number in range(count)]
     shown = ", ".join(f"{gpu.name} with {gpu.total_memory / GIB:.0f} GiB" for gpu in names)
     factors = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
