@@ -88,8 +88,6 @@ def test_bad_settings_are_one_clear_message(llama_folder, tmp_path):
         run([*capture, "--batch-tokens", "0"])
     with pytest.raises(ConfigError, match="num_threads is 0"):
         run([*capture, "--num-threads", "0"])
-    with pytest.raises(ConfigError, match="last layer"):
-        run([*capture, "--target-layer-ids", "[1, 5]"])
     with pytest.raises(TargetError):
         run(capture_arguments(tmp_path, tmp_path, tmp_path / "c"))
     with pytest.raises(DataError, match="holds no prepared data"):
