@@ -57,7 +57,7 @@ def read_run_log(run: Path) -> RunLog:
     points = _points(folder)
     return RunLog(
         folder=folder,
-        scalars={name: sorted(found.items()) for name, found in points["scalars"].items() if found},
+        scalars={name: sorted(found.items()) for name, found in points["scalars"].items()},
         texts={name: found[max(found)] for name, found in points["texts"].items() if found},
         images={name: found[max(found)] for name, found in points["images"].items() if found},
     )
