@@ -90,7 +90,7 @@ class DecodedAcceptance(CheckedEarly):
         for name, (value, minimum) in least.items():
             if value is not None and value < minimum:
                 raise ConfigError(f"{name} of DecodedAcceptance is {value}; expected at least {minimum}.")
-        if not 0 < max_time_share <= 1:
+        if max_time_share is None or not 0 < max_time_share <= 1:  # YAML's null passes for a float
             raise ConfigError(f"max_time_share of DecodedAcceptance is {max_time_share}; expected above 0, up to 1.")
         if max_memory and target_on != "device_map":
             raise ConfigError("max_memory of DecodedAcceptance limits a device map; set target_on to device_map too.")

@@ -10,7 +10,7 @@ from dflash_lightning.errors import ConfigError
 
 Dtype = Literal["bfloat16", "float32"]
 # Names in `torch.cpu.get_capabilities`.
-BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
+BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:

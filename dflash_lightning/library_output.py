@@ -5,6 +5,7 @@ import re
 import sys
 import warnings
 from pathlib import Path
+from typing import TextIO
 
 from dflash_lightning.missing import OURS
 
@@ -15,33 +16,47 @@ CHATTER = re.compile(
 )
 
 
-class _OnStderr(logging.Handler):
+class _OnStderr(logging.StreamHandler):
     """Prints on what is stderr at that moment, which a live bar replaces to stay in one piece."""
 
-    def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr, flush=True)  # noqa: T201
+    def __init__(self):
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return super().filter(record) and not CHATTER.search(str(record.msg))
 
 
 _ON_STDERR = _OnStderr()
-_ON_STDERR.addFilter(lambda record: not CHATTER.search(record.getMessage()))
 
 
 def tame_libraries() -> None:
-    """Let loggers of libraries print on stderr, and warnings in a line without their source code."""
+    """Let loggers of libraries print on stderr, and warnings in a line without their source code.
+
+    A library that is imported later gives its logger a handler of its own; that goes at the logger's next message, or
+    when this is called again.
+    """
     for name in LOGGERS:
         logger = logging.getLogger(name)
-        logger.addFilter(_replace_handlers) if name == "DeepSpeed" else _replace_handlers_of(logger)
+        logger.addFilter(_mind_handlers)
+        _take_terminal(logger)
     warnings.formatwarning = format_warning
 
 
-def _replace_handlers_of(logger: logging.Logger) -> None:
-    logger.handlers = [_ON_STDERR]
-
-
-def _replace_handlers(record: logging.LogRecord) -> bool:
-    """DeepSpeed takes seconds to import, so that it may be later that it gives its logger a handler on stdout."""
-    _replace_handlers_of(logging.getLogger(record.name))
+def _mind_handlers(record: logging.LogRecord) -> bool:
+    """Lets every message pass: a logger asks its filters before its handlers."""
+    _take_terminal(logging.getLogger(record.name))
     return True
+
+
+def _take_terminal(logger: logging.Logger) -> None:
+    """Put our handler in the place of those that print on the terminal; a user's file stays."""
+    terminal = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    kept = [handler for handler in logger.handlers if getattr(handler, "stream", None) not in terminal]
+    logger.handlers = [*kept, _ON_STDERR]
 
 
 def format_warning(

@@ -188,7 +188,7 @@ def test_a_target_without_a_free_row_is_told_which_mask_tokens_would_do(llama_fo
 
 def test_without_a_package_the_other_checks_are_left_out(monkeypatch, capsys):
     monkeypatch.setattr(command_module, "check_packages", lambda: iter([Verdict("packages", "fails", "no torch")]))
-    monkeypatch.setitem(sys.modules, "dflash_lightning.doctor.parts", None)
+    monkeypatch.setitem(sys.modules, "dflash_lightning.doctor.machine", None)
     with pytest.raises(SystemExit):
         run(["doctor"])
     assert "fails    other checks" in capsys.readouterr().out

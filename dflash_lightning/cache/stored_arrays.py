@@ -5,6 +5,7 @@ format have one object each, so a few lines of the specification are enough to r
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -40,6 +41,11 @@ class _Chunks:
         decompress = DECOMPRESS[names[1]] if len(names) == 3 else None
         dtype = np.dtype(fields["data_type"]).newbyteorder("<")
         return cls(tuple(fields["shape"]), tuple(chunk_shape), dtype, decompress)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a decoded chunk."""
+        return math.prod(self.chunk_shape) * self.dtype.itemsize
 
     def decode(self, data: np.ndarray) -> np.ndarray:
         """The values of a chunk whose checksum was cut off."""
@@ -104,6 +110,8 @@ class FeatureRows:
         bounds = np.concatenate([[0], np.cumsum(places[:, 1])])
         if len(places) != chunks or (places[:, 0] != bounds[:-1]).any():
             raise ValueError("its chunks don't follow each other")
+        if self._encoding.decompress is None and (places[:, 1] != self._encoding.num_bytes + CRC_BYTES).any():
+            raise ValueError("its chunks have other sizes than its shape says")
         return bounds.tolist()
 
     def read(self, start: int, stop: int) -> np.ndarray:

@@ -175,8 +175,8 @@ def make_scheme(
         temperature: 0 takes the most likely token (greedy); above it, texts are sampled.
         top_k: sample from the k most likely tokens only.
         top_p: sample from the smallest set of most likely tokens that has this probability.
-        proposals: what the drafter proposes when sampling: its most likely tokens, or a sample, of which more were
-            accepted (docs/decoding.md).
+        proposals: what the drafter proposes when sampling: its most likely tokens, or a sample
+            (docs/decoding.md compares them).
         seed: of the random numbers.
         device: where they are drawn.
 

@@ -49,18 +49,19 @@ def _checks(
 ) -> Iterator[Verdict]:
     yield from check_packages()
     yield check_quickstart()
+    parts = any(part is not None for part in (target, data, cache, training))
     try:
         from dflash_lightning.doctor.machine import check_machine
-        from dflash_lightning.doctor.parts import Parts
         from dflash_lightning.doctor.ranks import check_ranks
+
+        if parts:
+            from dflash_lightning.doctor.parts import Parts
     except ImportError as error:  # a package is missing, or too old for another one
         yield Verdict("other checks", "fails", f"not made: {error}", "Mend the packages first.")
         return
     yield from check_machine(folder)
     yield from check_ranks()
-    if any(part is not None for part in (target, data, cache, training)):
-        from dflash_lightning.doctor.parts import Parts
-
+    if parts:
         yield from Parts(target, data, cache, training).check()
 
 

@@ -100,7 +100,7 @@ def check_cpu(bfloat16: bool) -> Verdict:
             "accelerators",
             "doubtful",
             f"{found}, without instructions for bfloat16, which it computes correctly but slowly",
-            "Train with trainer.precision 32-true, and give the other commands --dtype float32.",
+            "Train with trainer.precision 32-true, and give prepare, capture, evaluate and generate --dtype float32.",
         )
     return Verdict("accelerators", "ok", found)
 

@@ -19,6 +19,7 @@ from dflash_lightning.doctor.parts import told
 from dflash_lightning.doctor.verdict import Verdict
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.evaluation.prompt_results import load_prompts
+from dflash_lightning.library_output import tame_libraries
 from dflash_lightning.target import load_tokenizer
 from dflash_lightning.training.fit import FitCLI, fit
 from dflash_lightning.training.module import DFlashModule
@@ -49,6 +50,7 @@ def check_training(training: Path) -> Iterator[Verdict]:
                     verdicts.append(told("held-out prompts", _prompts, model, callback))
 
     def build() -> Verdict:
+        tame_libraries()  # again: Lightning came with this module
         with _no_news():
             fit(["--config", str(training)], LooksInsteadOfTraining)
         return Verdict("training", "ok", f"the settings in {training} are known and go together")

@@ -2,14 +2,15 @@
 
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager
 from dataclasses import dataclass
-from io import StringIO
+from functools import partial
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from safetensors import SafetensorError
+from transformers import modeling_gguf_pytorch_utils as gguf
 from transformers.utils import logging as transformers_logging
 
 from dflash_lightning.errors import TargetError
@@ -111,9 +112,12 @@ def quiet_transformers() -> Iterator[None]:
     bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
+    # The bar for a GGUF file isn't among those that can be switched off; in a log it would write control characters.
+    gguf_bar, gguf.tqdm = gguf.tqdm, partial(gguf.tqdm, disable=True)
     try:
         yield
     finally:
+        gguf.tqdm = gguf_bar
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
@@ -128,8 +132,7 @@ def loading(what: str, files: TargetFiles) -> Iterator[None]:
     """
     place = files.folder if files.gguf is None else files.folder / files.gguf
     try:
-        # The bar for a GGUF file isn't among those that transformers can switch off.
-        with quiet_transformers(), redirect_stderr(StringIO()) if files.gguf else nullcontext():
+        with quiet_transformers():
             yield
     except UNUSABLE as error:
         reason = " ".join(str(error).split())
