@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from callbacks.early_check import CheckedEarly
 from dflash_lightning.config import DrafterConfig
-from dflash_lightning.errors import ConfigError
+from dflash_lightning.errors import ConfigError, ExportError
 from dflash_lightning.export import check_free, export, parse_formats
 from dflash_lightning.export.card import METADATA_FILE, Provenance
 from dflash_lightning.export.loading import read_json
@@ -66,37 +66,56 @@ class ExportDrafter(CheckedEarly):
                 export(Path(best), self.dirpath, self.formats, verify=False)
 
     def _not_ours(self, trainer: L.Trainer, module: DFlashModule) -> list[Path]:
-        """The folders to make, but for those that an earlier end of this training has made."""
+        """The folders to make, but for those that an earlier end of this training has made.
+
+        Sets right first what an end that was killed has left out of the way.
+        """
         folders = [self.dirpath / name for name in self._names]
+        for folder in folders:
+            _take_back(folder)
         return [folder for folder in folders if not (trainer.ckpt_path and _is_of(module, folder / METADATA_FILE))]
 
 
 def _is_of(module: DFlashModule, metadata: Path) -> bool:
-    """Whether a folder says that it holds a drafter like the module's, for the same target."""
+    """Whether a folder says that it holds a drafter like the module's, for the same target.
+
+    One that says it in the fields of another version, or can't be read, counts as somebody else's.
+    """
     if not metadata.is_file():
         return False
-    told = read_json(metadata)
-    made = Provenance.from_dict(told)
-    return (
-        made is not None
-        and made.target.fits(module.target_identity)
-        and DrafterConfig.from_dict(told["drafter"]) == module.drafter_config
-    )
+    try:
+        told = read_json(metadata)
+        made, drafter = Provenance.from_dict(told), DrafterConfig.from_dict(told["drafter"])
+    except (KeyError, TypeError, ConfigError, ExportError):
+        return False
+    return made is not None and made.target.fits(module.target_identity) and drafter == module.drafter_config
 
 
 @contextmanager
 def _out_of_the_way(folders: Sequence[Path]) -> Iterator[None]:
     """Free the names of folders; they go when the block has ended well, and come back if it hasn't."""
-    aside = {folder: folder.with_name(f".{folder.name}.replaced") for folder in folders}
+    aside = {folder: _place_aside(folder) for folder in folders}
     with ExitStack() as back:
         for folder, place in aside.items():
-            shutil.rmtree(place, ignore_errors=True)
             folder.rename(place)
             back.callback(place.rename, folder)
         yield
         back.pop_all()
     for place in aside.values():
         shutil.rmtree(place)
+
+
+def _take_back(folder: Path) -> None:
+    """After a kill in `_out_of_the_way`: give a former export its name again, or remove it if a new one has that."""
+    place = _place_aside(folder)
+    if place.exists() and not folder.exists():
+        place.rename(folder)
+    elif place.exists():
+        shutil.rmtree(place)
+
+
+def _place_aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.replaced")
 
 
 def _best(trainer: L.Trainer) -> ModelCheckpoint | None:

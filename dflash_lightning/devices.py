@@ -11,6 +11,14 @@ from dflash_lightning.errors import ConfigError
 Dtype = Literal["bfloat16", "float32"]
 # Names in `torch.cpu.get_capabilities`.
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+# The control groups that this process is in.
+OWN_GROUPS = Path("/proc/self/cgroup")
+# By the controller that a line there names (version 2 names none): folder of the groups, files of the limit and of what
+# is used, and the entry of memory.stat for what makes room.
+GROUP_FILES = {
+    "": (".", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
@@ -44,19 +52,27 @@ def computes_bfloat16_fast(device: torch.device) -> bool:
 def free_memory(device: torch.device, groups: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that this process can still take: of a GPU, or of the machine and of the control groups that it is in.
 
+    Not seen are groups that are mounted elsewhere, or above what a container shows of them.
+
     Args:
-        groups: where control groups (version 2) are mounted; a container or a job of SLURM has a limit there.
+        groups: where control groups (version 1, 2 or both) are mounted; a container or a SLURM job has a limit there.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = psutil.virtual_memory().available
-    own = next((line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")), "0::/")
-    place = groups / own.removeprefix("0::/")
-    for group in (place, *place.parents):
-        if group.is_relative_to(groups) and (group / "memory.max").is_file():
-            limit = (group / "memory.max").read_text().strip()
-            if limit != "max":
-                counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                used = int((group / "memory.current").read_text()) - int(counts["inactive_file"])  # which makes room
-                free = min(free, int(limit) - used)
+    lines = OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.exists() else []
+    own = {name: place for _, names, place in (line.split(":", 2) for line in lines) for name in names.split(",")}
+    for controller, (root, *files) in GROUP_FILES.items():
+        place = groups / root / own.get(controller, "/").lstrip("/")
+        rooms = [_room(group, *files) for group in (place, *place.parents) if group.is_relative_to(groups / root)]
+        free = min([free, *(room for room in rooms if room is not None)])
     return free
+
+
+def _room(group: Path, limit: str, used: str, reclaimable: str) -> int | None:
+    """Bytes that are left in a control group; None if it has no limit, or a file of it is missing."""
+    if not all((group / name).is_file() for name in (limit, used, "memory.stat")):
+        return None
+    most = (group / limit).read_text().strip()
+    counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return None if most == "max" else int(most) - int((group / used).read_text()) + int(counts.get(reclaimable, 0))

@@ -1,6 +1,8 @@
 """Training checkpoints: what Lightning and DeepSpeed wrote comes back whole, in one process, or is refused by name."""
 
+import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import lightning as L
@@ -195,8 +197,17 @@ def test_a_resumed_training_replaces_exports_of_its_own_kind_only(llama_folder, 
             drafter_config=make_drafter(load_tiny(llama_folder)).config,
             target_identity=target_identity(str(llama_folder)),
         )
-        free = ExportDrafter(str(output), "zlab")._not_ours(SimpleNamespace(ckpt_path="last.ckpt"), module)
-        assert free == ([] if ours else [output / "zlab"])
+        resumed, callback = SimpleNamespace(ckpt_path="last.ckpt"), ExportDrafter(str(output), "zlab")
+        assert callback._not_ours(resumed, module) == ([] if ours else [output / "zlab"])
+        metadata = output / "zlab" / "dflash_lightning.json"
+        told = json.loads(metadata.read_text())
+        for text in (
+            json.dumps({**told, "provenance": {**told["provenance"], "new": 1}}),
+            json.dumps({key: value for key, value in told.items() if key != "drafter"}),
+            "{",
+        ):
+            metadata.write_text(text)
+            assert callback._not_ours(resumed, module) == [output / "zlab"]
 
 
 def test_an_export_that_fails_gives_the_former_one_back(tmp_path):
@@ -217,6 +228,18 @@ def test_an_export_that_fails_gives_the_former_one_back(tmp_path):
         folders[0].mkdir()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["zlab"]
     assert not (folders[0] / "old").exists()
+
+
+def test_the_next_start_sets_right_what_a_kill_left_out_of_the_way(tmp_path):
+    callback, new_start = ExportDrafter(str(tmp_path), "zlab"), SimpleNamespace(ckpt_path=None)
+    (tmp_path / ".zlab.replaced").mkdir()
+    (tmp_path / ".zlab.replaced" / "old").touch()
+    callback._not_ours(new_start, None)
+    assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*")] == [Path("zlab"), Path("zlab/old")]
+    (tmp_path / ".zlab.replaced").mkdir()
+    callback._not_ours(new_start, None)
+    assert (tmp_path / "zlab" / "old").exists()
+    assert not (tmp_path / ".zlab.replaced").exists()
 
 
 def test_a_full_export_folder_is_refused_before_the_first_step(llama_folder, tmp_path):

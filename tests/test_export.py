@@ -1,5 +1,6 @@
 """Exported folders: exactly what is in them, back bit for bit, and every wrong folder refused by name."""
 
+import errno
 import fcntl
 import json
 from dataclasses import replace
@@ -177,13 +178,42 @@ def test_an_interrupted_export_never_looks_finished(drafter, tmp_path, monkeypat
 
 
 def test_what_a_killed_export_left_is_removed_and_what_another_one_writes_is_not(drafter, tmp_path):
-    left, written = (tmp_path / f".out.{name}.partial" for name in ("left", "written"))
-    for partial in (left, written):
+    left, written = (tmp_path / folder_module._partial_name("out", digit * 32) for digit in "1f")
+    others = [tmp_path / name for name in (".out.mine.partial", f".out.another-host-{'2' * 32}.partial")]
+    for partial in (left, written, *others):
         partial.mkdir()
         (partial / "model.safetensors").write_bytes(b"half")
+    a_file = tmp_path / folder_module._partial_name("out", "3" * 32)
+    a_file.touch()
     with folder_module._locked(written, fcntl.LOCK_EX):
         write(drafter, tmp_path / "out")
-    assert {path.name for path in tmp_path.iterdir()} == {"out", written.name}
+    assert {*tmp_path.iterdir()} == {tmp_path / "out", written, a_file, *others}
+
+
+def test_what_cannot_be_removed_is_named_and_stays(drafter, tmp_path, monkeypatch, capsys):
+    left = tmp_path / folder_module._partial_name("out", "1" * 32)
+    left.mkdir()
+
+    def refuse(folder, ignore_errors=False):
+        if not ignore_errors:
+            raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(folder_module.shutil, "rmtree", refuse)
+    write(drafter, tmp_path / "out")
+    assert capsys.readouterr().err.count(f"{left}, which an export has left, can't be removed: [Errno 13]") == 1
+    assert left.exists()
+
+
+def test_a_file_system_without_locks_is_exported_to_and_nothing_is_removed_there(drafter, tmp_path, monkeypatch):
+    left = tmp_path / folder_module._partial_name("out", "1" * 32)
+    left.mkdir()
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(folder_module.fcntl, "flock", refuse)
+    write(drafter, tmp_path / "out")
+    assert {*tmp_path.iterdir()} == {tmp_path / "out", left}
 
 
 @pytest.mark.parametrize("step", ["sync_tree", "sync_folder"])

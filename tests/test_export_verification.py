@@ -19,7 +19,7 @@ from dflash_lightning.decoding.decode import speculative_decode
 from dflash_lightning.decoding.tau import pooled_tau
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import ConfigError, DataError, ExportError
-from dflash_lightning.export import FORMATS, export, load_drafter, verification
+from dflash_lightning.export import FORMATS, command, export, load_drafter, verification
 from dflash_lightning.export.verification import PROMPTS
 from dflash_lightning.target import load_tokenizer
 
@@ -189,10 +189,18 @@ def test_own_prompts_and_lengths(known, tmp_path):
     assert left(tmp_path / "short") == left(tmp_path / "none") == []
 
 
+def test_whether_it_could_be_verified_is_not_asked_where_it_need_not(known, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "why_not", None)
+    assert export(known.checkpoint, tmp_path, "zlab", verify=False) == [tmp_path / "zlab"]
+
+
 def test_where_nothing_is_decoded_the_folder_says_so(known, tmp_path, monkeypatch, capsys):
     run(["export", "--checkpoint", str(known.checkpoint), "--output", str(tmp_path / "off"), "--verify", "false"])
-    assert "not verified by decoding: `dflash-lightning export --checkpoint" in capsys.readouterr().out
+    hint = f"`dflash-lightning export --checkpoint {known.checkpoint} --target {known.target_folder} --output ANOTHER`"
+    assert f"not verified by decoding: it wasn't asked for; {hint} does it\n" in capsys.readouterr().out
     zlab = tmp_path / "off" / "zlab"
+    export(zlab, tmp_path / "off" / "again", verify=False)
+    assert "not verified by decoding: it wasn't asked for\n" in capsys.readouterr().out
     export(zlab, tmp_path / "unknown")
     assert "not verified by decoding: the target isn't known; name it by --target" in capsys.readouterr().out
     for folder in (zlab, tmp_path / "unknown" / "zlab"):

@@ -10,6 +10,7 @@ from capture_helpers import random_texts, write_texts
 from page_commands import command_line, commands_run_by
 from safetensors.torch import load_file, save_file
 
+from dflash_lightning import devices
 from dflash_lightning.cache import FeatureCache, verify
 from dflash_lightning.capture.command import capture
 from dflash_lightning.cli import run
@@ -180,3 +181,19 @@ def test_the_memory_of_a_control_group_counts_without_what_makes_room(tmp_path):
     assert free_memory(torch.device("cpu"), tmp_path) == 4_000_000 < unlimited
     (tmp_path / "memory.max").write_text("max\n")
     assert free_memory(torch.device("cpu"), tmp_path) > 4_000_000
+
+
+@pytest.mark.parametrize("own", ["4:cpu,memory:/job/step\n0::/\n", None])
+def test_the_memory_of_a_control_group_of_version_1_counts_too(tmp_path, monkeypatch, own):
+    monkeypatch.setattr(devices, "OWN_GROUPS", tmp_path / "own")
+    if own:
+        (tmp_path / "own").write_text(own)
+    for group, limit in (("memory", 9223372036854771712), ("memory/job", 9_000_000)):
+        files = {"limit_in_bytes": limit, "usage_in_bytes": 6_000_000, "stat": "inactive_file 0\ntotal_inactive_file 5"}
+        for name, content in files.items():
+            (tmp_path / group).mkdir(exist_ok=True)
+            (tmp_path / group / f"memory.{name}").write_text(f"{content}\n")
+    free = free_memory(torch.device("cpu"), tmp_path)
+    assert free == 3_000_005 if own else free > 9_000_000
+    (tmp_path / "memory" / "job" / "memory.stat").write_text("cache 0\n")
+    assert not own or free_memory(torch.device("cpu"), tmp_path) == 3_000_000

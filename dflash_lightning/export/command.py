@@ -84,9 +84,7 @@ def export(
     exported_dtype = getattr(torch, dtype) if dtype else torch.bfloat16 if source.form is None else source.dtype
     provenance = _complete(source, cache, evaluations or [])
     where = resolve_device(device)
-    reason = why_not(target, where, source.config)
-    if verify is False:
-        reason = f"`dflash-lightning export --checkpoint {checkpoint} --output ANOTHER` does that"
+    reason = _not_asked(checkpoint, target) if verify is False else why_not(target, where, source.config)
     if reason and verify:
         raise ExportError(f"The export can't be verified: {reason}. Leave --verify out to export without.")
     check = None
@@ -114,6 +112,14 @@ def export(
         name = str(exported_dtype).removeprefix("torch.")
         say(f"{folder}: {counted(source.config.num_layers, 'layer')}, block {source.config.block_size}, {name}")
     return folders
+
+
+def _not_asked(checkpoint: Path, target: str | None) -> str:
+    """Why a drafter isn't verified that needn't be, and what would do it."""
+    reason = "it wasn't asked for"
+    if target is None:
+        return reason
+    return f"{reason}; `dflash-lightning export --checkpoint {checkpoint} --target {target} --output ANOTHER` does it"
 
 
 def _verifier(target: str, dtype: torch.dtype) -> Verifier:

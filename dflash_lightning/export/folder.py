@@ -1,6 +1,7 @@
 """Write an exported folder: whole, or not at all."""
 
 import fcntl
+import glob
 import json
 import os
 import shutil
@@ -30,6 +31,7 @@ from dflash_lightning.export.card import (
 from dflash_lightning.export.format import Format, TokenIds, Verifier, rope_parameters
 from dflash_lightning.export.layout import check_tensors
 from dflash_lightning.export.loading import CONFIG_FILE, FORMATS, WEIGHTS_FILE, check_mask_token, read_drafter
+from dflash_lightning.progress import inform
 from dflash_lightning.writable import check_writable
 
 
@@ -181,29 +183,53 @@ def _take_names(folders: Mapping[Path, Path]) -> None:
 def _unfinished(folder: Path) -> Iterator[Path]:
     """A folder beside ``folder``, which is removed when the block ends unless it was renamed.
 
-    It is locked meanwhile: what an export that was killed has left there isn't, and is removed first.
+    It is locked meanwhile: what an export that was killed has left there isn't, and is removed first. Not seen, and so
+    left, is what another host has written, as most network file systems show a lock on its own host only, and anything
+    on a file system that has no locks of folders.
     """
-    partial = folder.parent / f".{folder.name}.{uuid.uuid4().hex}.partial"
+    partial = folder.parent / _partial_name(folder.name, uuid.uuid4().hex)
     with ExitStack() as held:
         with _writing(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with _locked(folder.parent, fcntl.LOCK_EX):  # two exports at once: neither takes the other's for left
-                for left in folder.parent.glob(f".{folder.name}.*.partial"):
-                    with suppress(BlockingIOError, FileNotFoundError), _locked(left, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                        shutil.rmtree(left)
+                _sweep(folder)
                 partial.mkdir()
                 held.callback(shutil.rmtree, partial, ignore_errors=True)
                 held.enter_context(_locked(partial, fcntl.LOCK_EX))
         yield partial
 
 
+def _partial_name(name: str, ending: str) -> str:
+    return f".{name}.{os.uname().nodename}-{ending}.partial"
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed exports of ``folder`` have left beside it; what can't be removed is named, and stays."""
+    for left in folder.parent.glob(_partial_name(glob.escape(folder.name), "[0-9a-f]" * 32)):
+        if left.is_dir():
+            try:
+                with _locked(left, fcntl.LOCK_EX | fcntl.LOCK_NB) as dead:
+                    if dead:
+                        shutil.rmtree(left)
+            except FileNotFoundError:  # finished in the meantime
+                continue
+            except OSError as error:
+                inform(f"{left}, which an export has left, can't be removed: {error}. Remove it if none writes there.")
+
+
 @contextmanager
-def _locked(folder: Path, operation: int) -> Iterator[None]:
-    """Hold a lock of a folder, which goes with the process at the latest."""
+def _locked(folder: Path, operation: int) -> Iterator[bool]:
+    """Hold a lock of a folder, which goes with the process at the latest.
+
+    Yields whether it is held; it isn't if another process has it, or the file system has no locks of folders.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, operation)
-        yield
+        held = False
+        with suppress(OSError):
+            fcntl.flock(descriptor, operation)
+            held = True
+        yield held
     finally:
         os.close(descriptor)
 
