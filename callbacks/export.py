@@ -11,11 +11,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from callbacks.early_check import CheckedEarly
 from dflash_lightning.config import DrafterConfig
+from dflash_lightning.distributed import launched_place
 from dflash_lightning.errors import ConfigError, ExportError
 from dflash_lightning.export import check_free, export, parse_formats
 from dflash_lightning.export.card import METADATA_FILE, Provenance
 from dflash_lightning.export.loading import read_json
 from dflash_lightning.training.module import DFlashModule
+from dflash_lightning.training.resume import OneStart
 from dflash_lightning.writable import check_writable
 
 
@@ -45,14 +47,24 @@ class ExportDrafter(CheckedEarly):
         self._names = [form.name for form in parse_formats(formats)]
 
     def check(self) -> None:
-        check_writable("dirpath of ExportDrafter", self.dirpath, folder=True)
+        if launched_place().rank == 0:  # nobody else writes there
+            check_writable("dirpath of ExportDrafter", self.dirpath, folder=True)
 
-    # Not on_fit_start, when DeepSpeed hasn't loaded a checkpoint yet and the trainer doesn't know of one.
-    def on_train_start(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:
+    # The first hook: before DeepSpeed is set up, and before anything is decoded.
+    def setup(self, trainer: L.Trainer, pl_module: DFlashModule, stage: str) -> None:  # noqa: ARG002
         if _best(trainer) is None:
             raise ConfigError("ExportDrafter exports the best checkpoint; add a ModelCheckpoint to the callbacks.")
+        if any(isinstance(known, OneStart) and not known.start.checkpoint for known in trainer.callbacks):
+            self._check_free(trainer, pl_module)
+
+    # Not earlier, when DeepSpeed hasn't loaded a checkpoint yet and the trainer doesn't know of one.
+    def on_train_start(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:
+        self._check_free(trainer, pl_module)
+
+    def _check_free(self, trainer: L.Trainer, module: DFlashModule) -> None:
         if trainer.is_global_zero:
-            for folder in self._not_ours(trainer, pl_module):
+            self.check()  # names the setting as it is called here
+            for folder in self._not_ours(trainer, module):
                 check_free(folder)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:

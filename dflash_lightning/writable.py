@@ -1,6 +1,8 @@
 """Whether a place can be written, found out before the work that is to end up there."""
 
 import errno
+import os
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -38,18 +40,27 @@ def check_writable(setting: str, path: Path, *, folder: bool) -> None:
     Args:
         setting: what the user calls it.
         path: it needn't exist, nor need the folders above it.
-        folder: whether it is to be a folder, or else a file.
+        folder: whether files are to be made in it; or else it is a file, which is written beside its place and renamed.
 
     Raises:
         ConfigError: it is of the other kind, or the nearest folder that exists can't be written.
     """
+    place = path.absolute()
     try:
-        place = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
-        if place == path.absolute() and not folder:
-            place.open("ab").close()
-        else:
-            path.with_name(f".{path.name}.partial").exists()  # the longest name that is written; it may be too long
-            TemporaryFile(dir=place).close()
+        if not folder:
+            if place.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            _is_there(place.with_name(f".{place.name}.partial"))  # that name may be too long
+            place = place.parent
+        TemporaryFile(dir=next(place for place in (place, *place.parents) if _is_there(place))).close()
     except OSError as error:
         reason = ADVICE.get(error.errno, _ELSEWHERE)
         raise ConfigError(f"{setting} is {path}, where nothing can be written: {error.strerror}. {reason}.") from error
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is something of this name, be it a link to nothing. Raises OSError where that can't be told."""
+    with suppress(FileNotFoundError):
+        path.lstat()
+        return True
+    return False

@@ -20,6 +20,7 @@ from dflash_lightning.errors import CheckpointError, ConfigError, ExportError
 from dflash_lightning.export import export, load_drafter, tensor_shapes
 from dflash_lightning.target import target_identity
 from dflash_lightning.training.module import DFlashModule
+from dflash_lightning.training.resume import OneStart, Start
 from dflash_lightning.training.strategy import DFlashDeepSpeedStrategy
 
 SETTINGS = DrafterSettings(num_layers=2, block_size=4, target_layer_ids=[1, 3], mask_token_id=3)
@@ -242,14 +243,28 @@ def test_the_next_start_sets_right_what_a_kill_left_out_of_the_way(tmp_path):
     assert not (tmp_path / ".zlab.replaced").exists()
 
 
+class NeverSetUp(L.Callback):
+    def on_fit_start(self, trainer, pl_module):  # noqa: ARG002
+        raise AssertionError("the training was set up")
+
+
 def test_a_full_export_folder_is_refused_before_the_first_step(llama_folder, tmp_path):
     (tmp_path / "export" / "zlab").mkdir(parents=True)
     (tmp_path / "export" / "zlab" / "precious").write_text("x")
     with pytest.raises(ExportError, match="not empty"):
         train(tmp_path, llama_folder, "auto", ExportDrafter(str(tmp_path / "export")))
+    with pytest.raises(ExportError, match="not empty"):  # of a training that starts anew, before anything is set up
+        train(
+            tmp_path,
+            llama_folder,
+            "auto",
+            ExportDrafter(str(tmp_path / "export")),
+            OneStart(Start(None, 0, "")),
+            NeverSetUp(),
+        )
     assert not (tmp_path / "last.ckpt").exists()
     with pytest.raises(ExportError, match="unknown format 'gguf'"):
         ExportDrafter(str(tmp_path), formats="gguf")
     trainer = L.Trainer(logger=False, enable_checkpointing=False, callbacks=[ExportDrafter(str(tmp_path / "free"))])
     with pytest.raises(ConfigError, match="add a ModelCheckpoint"):
-        trainer.callbacks[0].on_train_start(trainer, None)
+        trainer.callbacks[0].setup(trainer, None, "fit")

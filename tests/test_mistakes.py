@@ -7,7 +7,10 @@ import re
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,12 +21,16 @@ from fit_helpers import checkpoints, fit_config
 from helpers import load_tiny, make_drafter
 from training_helpers import random_sample, write_cache
 
-from dflash_lightning import cli
+from callbacks.export import ExportDrafter
+from dflash_lightning import cli, writable
 from dflash_lightning.cli import main
-from dflash_lightning.errors import TargetError
+from dflash_lightning.distributed import Place
+from dflash_lightning.errors import ConfigError, TargetError
 from dflash_lightning.export import export_drafter
 from dflash_lightning.quickstart.__main__ import find_gguf
+from dflash_lightning.training.fit import FitCLI
 from dflash_lightning.usage import plain_words
+from dflash_lightning.writable import check_writable
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +219,47 @@ def test_a_mistake_is_one_message(made, monkeypatch, capsys, name):
     assert "Traceback" not in message
     assert re.search(MISTAKES[name][1], message), message
     assert len(message.splitlines()) <= 9
+
+
+def test_a_place_without_a_name_can_be_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for place in (".", "..", "new/below", str(tmp_path)):
+        check_writable("output", Path(place), folder=True)
+    check_writable("output", Path("/"), folder=True)
+    for place in (".", "/"):
+        with pytest.raises(ConfigError, match="Is a directory"):
+            check_writable("json", Path(place), folder=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_place_that_is_written_to_is_tried(tmp_path, monkeypatch):
+    (tmp_path / "out.json").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    tried = []
+    monkeypatch.setattr(writable, "TemporaryFile", lambda dir: tried.append(dir) or BytesIO())
+    check_writable("json", tmp_path / "out.json", folder=False)  # replaced by one that is written beside it
+    check_writable("json", tmp_path / "link", folder=False)
+    check_writable("output", tmp_path / "new" / "below", folder=True)
+    assert tried == [tmp_path] * 3
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="output is .*link, where nothing can be written: No such file"):
+        check_writable("output", tmp_path / "link", folder=True)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_rank_that_writes_logs_and_exports_asks_for_their_folders(made, monkeypatch, rank):
+    export = ExportDrafter(str(made.below))
+    asked = SimpleNamespace(
+        loggers=[SimpleNamespace(save_dir="s3://bucket/logs"), SimpleNamespace(save_dir=str(made.below))],
+        checkpoint_callbacks=[],
+        callbacks=[export],
+    )
+    for module in ("dflash_lightning.training.fit", "callbacks.export"):
+        monkeypatch.setattr(f"{module}.launched_place", lambda: Place(rank, 2, rank))
+    with pytest.raises(ConfigError, match="folder for logs is .*below") if rank == 0 else nullcontext():
+        FitCLI.check_early(SimpleNamespace(trainer=asked))
+    with pytest.raises(ConfigError, match="dirpath of ExportDrafter") if rank == 0 else nullcontext():
+        export.check()
 
 
 @pytest.mark.slow

@@ -115,6 +115,18 @@ def test_generated_answers_given_back_make_the_same_tokens(llama_folder, prompts
     assert {sample.finish_reason for sample in first} == {"stop", "length"}
 
 
+def test_finished_data_is_told_of_in_a_folder_that_is_read_only(llama_folder, prompts_file, tmp_path, monkeypatch):
+    first = prepare(str(llama_folder), prompts_file, tmp_path / "data", **SETTINGS)
+
+    def refuse(*_, **__):
+        raise ConfigError("read only")
+
+    monkeypatch.setattr(prepare_module, "check_writable", refuse)
+    assert prepare(str(llama_folder), prompts_file, tmp_path / "data", **SETTINGS).info == first.info
+    with pytest.raises(ConfigError, match="read only"):
+        prepare(str(llama_folder), prompts_file, tmp_path / "other", **SETTINGS)
+
+
 def test_a_target_without_chat_template_gets_the_bare_prompt(llama_folder, tmp_path):
     folder = Path(shutil.copytree(llama_folder, tmp_path / "plain"))
     (folder / "chat_template.jinja").unlink()

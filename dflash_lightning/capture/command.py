@@ -25,6 +25,7 @@ from dflash_lightning.cache import (
     open_store,
     write_index,
 )
+from dflash_lightning.cache.manifest import MANIFEST
 from dflash_lightning.cache.space import check_space
 from dflash_lightning.cache.store import LocalFolder
 from dflash_lightning.capture.job import CaptureJob, plan_capture
@@ -132,7 +133,7 @@ def capture(
     if not 0 <= max_quarantined <= 1:
         raise ConfigError(f"max_quarantined is {max_quarantined}; expected a share from 0 to 1.")
     store = open_store(cache, object_store)
-    if isinstance(store, LocalFolder):
+    if isinstance(store, LocalFolder) and not (store.path / MANIFEST).is_file():
         check_writable("cache", store.path, folder=True)
     job = plan_capture(target, data, **settings)
     planned = set(range(job.manifest.num_shards))
@@ -140,8 +141,10 @@ def capture(
     if not begun:  # a refusal leaves nothing behind
         check_space(store, job.manifest, job.stored_tokens(planned))
     writer = create_or_join(store, job.manifest, rank=job.place.rank, max_quarantined=max_quarantined)
-    if begun:
-        check_space(store, job.manifest, job.stored_tokens(planned - writer.committed()))
+    if begun and (missing := planned - writer.committed()):  # a finished cache may be in a folder that is read only
+        if isinstance(store, LocalFolder):
+            check_writable("cache", store.path, folder=True)
+        check_space(store, job.manifest, job.stored_tokens(missing))
     write_missing_shards(job, writer)
 
 

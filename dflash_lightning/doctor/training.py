@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.filesize import decimal
 
 from callbacks import DecodedAcceptance
-from callbacks.early_check import CheckedEarly
 from datamodules import FeatureCacheDataModule
 from dflash_lightning.doctor.machine import SHARED_MEMORY, free_disk
 from dflash_lightning.doctor.parts import told
@@ -70,10 +69,7 @@ def _no_news() -> Iterator[None]:
 
 
 def _places(cli: FitCLI) -> Verdict:
-    cli.check_places()
-    for callback in cli.trainer.callbacks:
-        if isinstance(callback, CheckedEarly) and not isinstance(callback, DecodedAcceptance):
-            callback.check()
+    cli.check_early(apart_from=DecodedAcceptance)  # its prompts get a verdict of their own
     return Verdict("output folders", "ok", "logs, checkpoints and exports can be written")
 
 
@@ -128,8 +124,6 @@ def _room_for_checkpoints(model: DFlashModule, trainer: L.Trainer) -> Verdict:
 def _prompts(model: DFlashModule, decoding: DecodedAcceptance) -> Verdict:
     tokenizer = load_tokenizer(model.target_name)
     prompts = load_prompts(decoding.prompts_path, tokenizer, limit=decoding.limit, thinking=decoding.thinking)
-    if not prompts:
-        return Verdict("held-out prompts", "fails", f"{decoding.prompts_path} holds no prompt", "Give another file.")
     longest = max(len(prompt.token_ids) for prompt in prompts)
     return Verdict(
         "held-out prompts", "ok", f"{len(prompts)} from {decoding.prompts_path}, up to {counted(longest, 'token')}"

@@ -125,7 +125,9 @@ def prepare(
             raise ConfigError(f"{setting} is {value}; expected {least} or more.")
     where = resolve_device(device)
     output = Path(output)
-    check_writable("output", output, folder=True)
+    done = read_info(output)
+    if done is None:
+        check_writable("output", output, folder=True)
     rows = read_prompts(input, limit)
     tokenizer = load_tokenizer(target)
     stop_ids = stop_token_ids(load_generation_config(target), tokenizer)
@@ -146,10 +148,10 @@ def prepare(
     identity = target_identity(target)
     work = {"target": asdict(identity), "generation": generation, "input": rows_record(rows)}
 
-    done = read_info(output)
     if done is not None:
         refuse_other_work(output / INFO, {key: asdict(done)[key] for key in work}, work)
-        (output / JOURNAL).unlink(missing_ok=True)
+        if (output / JOURNAL).exists():  # else nothing is written: the folder may be read only
+            (output / JOURNAL).unlink(missing_ok=True)
         return _finished(PreparedData(output, done, 0))
     with _one_message_when_full(output):
         output.mkdir(parents=True, exist_ok=True)

@@ -77,10 +77,7 @@ class FitCLI(LightningCLI):
     def fit(self, model: DFlashModule, datamodule: FeatureCacheDataModule) -> None:
         """Train from the chosen start."""
         check_trainer(self.trainer)  # before Lightning starts processes
-        self.check_places()
-        for callback in self.trainer.callbacks:
-            if isinstance(callback, CheckedEarly):
-                callback.check()
+        self.check_early()
         start = choose_start(self.config_init["fit"]["resume"], self.trainer)
         if start.message:
             rank_zero_info(start.message)
@@ -97,14 +94,26 @@ class FitCLI(LightningCLI):
         for writer in tensorboard_writers(self.trainer):
             report(Path(writer.log_dir))
 
-    def check_places(self) -> None:
-        """Refuse folders for logs and checkpoints that can't be written. Raises ConfigError."""
-        logs = [logger.save_dir for logger in self.trainer.loggers if logger.save_dir]
-        for folder in logs or [self.trainer.default_root_dir]:
-            check_writable("the folder for logs", Path(folder), folder=True)
+    def check_early(self, apart_from: type[CheckedEarly] | tuple[()] = ()) -> None:
+        """Refuse folders that can't be written, and what callbacks refuse before the start.
+
+        Args:
+            apart_from: callbacks that aren't asked.
+
+        Raises:
+            DFlashError: with what to set instead.
+        """
+        if launched_place().rank == 0:  # logs are written by no other
+            logs = [str(logger.save_dir) for logger in self.trainer.loggers if logger.save_dir]
+            for folder in logs or [self.trainer.default_root_dir]:
+                if "://" not in folder:
+                    check_writable("the folder for logs", Path(folder), folder=True)
         for saver in self.trainer.checkpoint_callbacks:
             if isinstance(saver, ModelCheckpoint) and saver.dirpath:
                 check_writable("dirpath of ModelCheckpoint", Path(saver.dirpath), folder=True)
+        for callback in self.trainer.callbacks:
+            if isinstance(callback, CheckedEarly) and not isinstance(callback, apart_from):
+                callback.check()
 
     def _tell_best(self) -> None:
         """Name the checkpoint to go on with: the first ModelCheckpoint's best."""
