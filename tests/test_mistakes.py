@@ -242,7 +242,7 @@ def test_the_place_that_is_written_to_is_tried(tmp_path, monkeypatch):
     check_writable("output", tmp_path / "new" / "below", folder=True)
     assert tried == [tmp_path] * 3
     monkeypatch.undo()
-    with pytest.raises(ConfigError, match="output is .*link, where nothing can be written: No such file"):
+    with pytest.raises(ConfigError, match=r"output is .*link, where nothing can be written: No such file"):
         check_writable("output", tmp_path / "link", folder=True)
 
 
@@ -256,7 +256,7 @@ def test_only_the_rank_that_writes_logs_and_exports_asks_for_their_folders(made,
     )
     for module in ("dflash_lightning.training.fit", "callbacks.export"):
         monkeypatch.setattr(f"{module}.launched_place", lambda: Place(rank, 2, rank))
-    with pytest.raises(ConfigError, match="folder for logs is .*below") if rank == 0 else nullcontext():
+    with pytest.raises(ConfigError, match=r"folder for logs is .*below") if rank == 0 else nullcontext():
         FitCLI.check_early(SimpleNamespace(trainer=asked))
     with pytest.raises(ConfigError, match="dirpath of ExportDrafter") if rank == 0 else nullcontext():
         export.check()
