@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import chdir, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
@@ -14,7 +14,6 @@ from page_commands import ROOT, command_line
 from prepare_helpers import write_rows
 
 from dflash_lightning.cli import main
-from dflash_lightning.doctor import command as doctor_module
 
 PROMPTS = [{"id": f"p{i}", "family": "ab"[i % 2], "prompt": f"say {i * 7} please"} for i in range(24)]
 GSM8K = [{"question": f"How many are {i} and {i}?", "answer": f"#### {2 * i}"} for i in range(2)]
@@ -25,6 +24,7 @@ LINKS = {
     "DATA": "runs/qwen3-8b/data",
     "DIR": "runs/qwen3-8b/export/zlab",
     "DRAFTER": "runs/qwen3-8b/export/zlab",
+    "RUN": "runs/qwen3-8b",
     "TARGET": "Qwen/Qwen3-8B",
     "runs/NAME/checkpoints": "runs/qwen3-8b/checkpoints",
     "runs/quickstart/target": "Qwen/Qwen3-8B",
@@ -90,6 +90,8 @@ def run_command(command: str, folder: Path, *more: str) -> str:
     words = [*command_line(command, CHANGES)[1:], *more]
     words += SMALL.get(words[0], [])
     said = StringIO()
+    # tests/test_doctor.py starts the two processes.
+    no_ranks = patch("dflash_lightning.doctor.ranks.check_ranks", lambda: ())
     with (
         chdir(folder),
         patch.object(sys, "argv", ["dflash-lightning", *words]),
@@ -97,9 +99,10 @@ def run_command(command: str, folder: Path, *more: str) -> str:
         redirect_stdout(said),
         redirect_stderr(said),
         typed("Why?"),
-        # tests/test_doctor.py starts the two processes.
-        patch.object(doctor_module, "check_ranks", lambda: ()),
+        no_ranks if words[0] == "doctor" else nullcontext(),
     ):
-        main()
-    forget_launcher()
+        try:
+            main()
+        finally:
+            forget_launcher()
     return said.getvalue()

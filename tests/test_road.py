@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,16 +13,17 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from browser import tensorboard
 from fit_helpers import PATIENCE, wait_for
 from helpers import load_tiny
 from page_commands import command_line, commands_run_by
 from road_helpers import make_workspace, run_command, small_training
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.program import TensorBoard
 
 from dflash_lightning.cache import FeatureCache
 from dflash_lightning.cache.packing import unpack
 from dflash_lightning.checkpoints import read_training_checkpoint
+from dflash_lightning.training.resume import take_back
 
 VALIDATION_KEYS = {
     *("tau", "tau_low", "tau_high", "target", "drafter", "teacher_forced_tau", "rounds", "prompts", "by_family"),
@@ -45,8 +47,8 @@ class Road:
         self.said: dict[str, str] = {}
 
     def said_by(self, start: str) -> str:
-        """What the first of the pages' commands that begins so said; it is run now if it wasn't before."""
-        command = next(command for command in COMMANDS if command.startswith(start))
+        """What this command of the pages said, or the first that begins so; it is run now if it wasn't before."""
+        command = start if start in COMMANDS else next(command for command in COMMANDS if command.startswith(start))
         if command not in self.said:
             self.said[command] = self._run(command)
         return self.said[command]
@@ -67,12 +69,16 @@ class Road:
 
 def names_in_tensorboard(logs: Path) -> str:
     """What a running TensorBoard has to show of these logs."""
-    server = TensorBoard()
-    server.configure(logdir=str(logs), host="127.0.0.1", port=0, load_fast="false")
-    address = server.launch()
-    names = []
-    wait_for(lambda: names.extend(json.load(urlopen(f"{address}data/plugin/scalars/tags")).values()) or names)
-    return " ".join(names[0])
+    names: set[str] = set()
+    with tensorboard(logs) as address:
+
+        def shows_tau() -> bool:
+            with urlopen(f"{address}data/plugin/scalars/tags", timeout=PATIENCE) as answer:
+                names.update(*json.load(answer).values())
+            return "decode/tau" in names
+
+        wait_for(shows_tau)  # while it reads, it answers with what it has
+    return " ".join(sorted(names))
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +114,9 @@ def test_training_leaves_logs_reports_checkpoints_and_exports(road):
     assert sorted(logged) == [0, 1, 3]
     np.testing.assert_allclose([logged[step] for step in sorted(logged)], [r["tau"] for r in reports], rtol=1e-6)
     assert all(r["lossless"]["identical"] + r["lossless"]["ties"] == 2 for r in reports)
-    best, last = sorted(path.name for path in (run / "checkpoints").iterdir())
-    assert re.fullmatch(r"step=\d-tau=1\.\d\d\.ckpt", last) or best == "last.ckpt"
+    last, best = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert last == "last.ckpt"
+    assert re.fullmatch(r"step=\d+-tau=\d\.\d\d\.ckpt", best)
     assert read_training_checkpoint(run / "checkpoints" / "last.ckpt").step == 4
     assert {path.name for path in (run / "export").iterdir()} == {"zlab", "transformers"}
     assert f"{reports[-1]['tau']:.2f} (step 4" in (run / "logs" / "report.html").read_text()
@@ -170,14 +177,22 @@ def reports_of(folder: Path) -> list[dict]:
 def test_an_interrupted_training_goes_on_from_its_last_checkpoint(another_run):
     """Killed after its first checkpoint; the same command goes on to the end, and nothing starts anew."""
     [fit] = [command for command in COMMANDS if command.endswith("--resume auto")]
+    config, last = small_training(), another_run / RUN / "checkpoints" / "last.ckpt"
+    config["trainer"]["max_steps"] = 12  # the kill comes between steps 2 and 12
+    (another_run / "conf" / "train_qwen3_8b.yaml").write_text(yaml.safe_dump(config))
     process = subprocess.Popen(command_line(fit), cwd=another_run)
-    wait_for((another_run / RUN / "checkpoints" / "last.ckpt").exists)
-    process.kill()
-    process.wait()
-    subprocess.run(command_line(fit), check=True, cwd=another_run)
+    try:
+        wait_for(lambda: last.exists() or process.poll() is not None)
+    finally:
+        process.kill()
+    assert process.wait(timeout=PATIENCE) == -signal.SIGKILL, "it ended before it could be killed"
+    take_back(last)
+    step, before = read_training_checkpoint(last).step, len(reports_of(another_run))
+    assert 2 <= step < 12
+    subprocess.run(command_line(fit), check=True, cwd=another_run, timeout=PATIENCE)
     steps = [report["step"] for report in reports_of(another_run)]
-    assert steps == sorted(set(steps))
-    assert (steps[0], steps[-1]) == (0, 4)
+    assert (steps[0], steps[-1]) == (0, 12)
+    assert step < min(steps[before:])
 
 
 def test_two_ranks_decode_their_share_of_the_prompts(another_run):
