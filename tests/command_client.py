@@ -10,11 +10,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
+
+from fit_helpers import LAUNCHER, PATIENCE
 
 
 def torchrun_environment(rank: int, world: int) -> dict[str, str]:
@@ -32,6 +35,11 @@ def meeting_place() -> dict[str, str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+
+
+def environment_here() -> dict[str, str]:
+    """That of this process, without what a training in it has left there."""
+    return {name: value for name, value in os.environ.items() if name not in LAUNCHER}
 
 
 class Finished(NamedTuple):
@@ -52,14 +60,20 @@ class CommandServer:
         """
         program = Path(__file__).parent / "command_server.py"
         self.process = subprocess.Popen(
-            [sys.executable, str(program), *modules], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, str(program), *modules],
+            env=environment_here(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert int(self.process.stdout.readline()) == self.process.pid
 
-    def ask(self, **request) -> int:
+    def ask(self, **request) -> int | None:
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
-        return int(self.process.stdout.readline())
+        line = self.process.stdout.readline()
+        assert line, "the command server has ended"
+        return json.loads(line)
 
     def start(
         self,
@@ -73,10 +87,11 @@ class CommandServer:
 
         Args:
             log: file that gets what it prints, on stderr too unless there is a file of `errors`.
+            environment: beside that of this process as it is now.
         """
         return self.ask(
             arguments=list(map(str, arguments)),
-            environment=environment,
+            environment=environment_here() | environment,
             program=program and str(program),
             log=log and str(log),
             errors=errors and str(errors),
@@ -98,8 +113,22 @@ class CommandServer:
         ]
 
     def wait(self, processes: Sequence[int]) -> list[int]:
-        """Exit codes; a negative one is the signal that ended the process."""
-        return [self.ask(wait=process) for process in processes]
+        """Exit codes; a negative one is the signal that ended the process.
+
+        When one of them fails, other than by a kill, the rest are ended: they might wait for it.
+        """
+        codes: dict[int, int] = {}
+        deadline = time.monotonic() + PATIENCE
+        while running := [process for process in processes if process not in codes]:
+            ended = {process: code for process in running if (code := self.ask(wait=process)) is not None}
+            codes |= ended
+            running = [process for process in running if process not in ended]
+            late = time.monotonic() > deadline
+            if late or any(code not in (0, -signal.SIGKILL) for code in ended.values()):
+                kill(running)
+            assert not (late and running), "it never came to an end"
+            time.sleep(0.01)
+        return [codes[process] for process in processes]
 
     def run(self, *arguments: object, program: Path | None = None) -> Finished:
         """Run a command or a program to its end."""

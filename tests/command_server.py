@@ -2,8 +2,9 @@
 
 A program for tests; its arguments are the modules to import. Lines of JSON on stdin: {"arguments": [...],
 "environment": {...}, "program": file or null, "log": file or null, "errors": file or null} starts one and answers with
-its process id; {"wait": pid} answers with its exit code (negative: the signal that ended it). What it prints goes to
-stderr, or to its log, and to the file of errors. The server ends with its stdin.
+its process id; {"wait": pid} answers with its exit code (negative: the signal that ended it), or null while it runs.
+Its environment is the given one alone. What it prints goes to stderr, or to its log, and to the file of errors. The
+server ends with its stdin.
 """
 
 import json
@@ -17,9 +18,14 @@ from typing import TextIO
 from dflash_lightning.cli import main
 
 
-def answer(answers: TextIO, value: int) -> None:
-    answers.write(f"{value}\n")
+def answer(answers: TextIO, value: int | None) -> None:
+    answers.write(f"{json.dumps(value)}\n")
     answers.flush()
+
+
+def exit_code(process: int) -> int | None:
+    ended, status = os.waitpid(process, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
 
 
 def start(
@@ -33,6 +39,7 @@ def start(
     for path, descriptors in ((log, (1, 2)), (errors, (2,))):
         for descriptor in descriptors if path else ():
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.environ.clear()
     os.environ.update(environment)
     sys.argv[1:] = arguments
     if program:
@@ -52,6 +59,6 @@ if __name__ == "__main__":
     for line in sys.stdin:
         request = json.loads(line)
         if "wait" in request:
-            answer(answers, os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1]))
+            answer(answers, exit_code(request["wait"]))
         else:
             answer(answers, start(**request))

@@ -10,6 +10,8 @@ from helpers import MASK_TOKEN_ID
 
 # Seconds until something is taken to hang; a busy machine needs minutes for what takes seconds.
 PATIENCE = 600
+# What DeepSpeed leaves in the environment of a process that has trained.
+LAUNCHER = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "DS_ACCELERATOR")
 
 
 def checkpoints(folder: Path, filename: str, **when: Any) -> dict[str, Any]:
@@ -70,7 +72,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.01)
+        time.sleep(0.002)
 
 
 def identity(path: Path) -> int | None:
@@ -83,5 +85,5 @@ def identity(path: Path) -> int | None:
 
 def forget_launcher() -> None:
     """Drop what DeepSpeed leaves in the environment of a process that has trained."""
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "DS_ACCELERATOR"):
+    for name in LAUNCHER:
         os.environ.pop(name, None)
