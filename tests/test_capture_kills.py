@@ -14,6 +14,7 @@ import pytest
 from cache_helpers import stored_files
 from capture_helpers import capture_arguments, random_texts, write_texts
 from command_client import command_server, kill, srun_environment, torchrun_environment
+from fit_helpers import PATIENCE, wait_for
 
 from dflash_lightning.cache import verify
 from dflash_lightning.cli import run
@@ -66,11 +67,10 @@ def wait_for_a_moment(cache: Path, draw: random.Random) -> None:
     """Wait until a drawn number of shards is begun or committed, and a drawn time longer; or just that time."""
     before, committed = set(cache.glob("shards/*")), len(markers(cache))
     moment, target = draw.choice(["start", "begun", "begun", "committed", "committed"]), committed + draw.choice([1, 2])
-    deadline = time.monotonic() + 60
-    while (moment == "begun" and set(cache.glob("shards/.tmp-*")) <= before) or (
-        moment == "committed" and len(markers(cache)) < target
-    ):
-        assert time.monotonic() < deadline
+    if moment == "begun":
+        wait_for(lambda: not set(cache.glob("shards/.tmp-*")) <= before)
+    elif moment == "committed":
+        wait_for(lambda: len(markers(cache)) >= target)
     end = time.monotonic() + draw.uniform(0.0, 0.4 if moment == "start" else 0.2)
     # Not so long that the cache is finished before the kills are.
     while time.monotonic() < end and len(markers(cache)) <= target:
@@ -96,8 +96,7 @@ def test_killed_at_20_random_moments_with_changing_process_counts(server, argume
         written = now
     assert written
     processes = server.launch(arguments(cache), 3)
-    while len(markers(cache)) == len(written):
-        time.sleep(0.001)
+    wait_for(lambda: len(markers(cache)) > len(written))
     kill(processes[1:2])  # the others go on
     assert server.wait(processes) == [0, -signal.SIGKILL, 0]
     assert server.wait(server.launch(arguments(cache), 2, srun_environment)) == [0, 0]
@@ -115,26 +114,19 @@ def test_torchrun_killed_twice_then_finished_by_one_process(arguments, undisturb
     """The real command, with its start; the first kill takes the whole tree, the second one worker alone."""
     cache = tmp_path / "cache"
     launched = torchrun(2, arguments(cache))
-    wait_until(lambda: markers(cache))
+    wait_for(lambda: markers(cache))
     # torchrun's workers are in sessions of their own, and would outlive it.
     tree = [*psutil.Process(launched.pid).children(recursive=True), launched]
     kill([member.pid for member in tree])
     for member in tree:
-        member.wait()
+        member.wait(timeout=PATIENCE)
     written = markers(cache)
     launched = torchrun(3, arguments(cache))
-    wait_until(lambda: markers(cache).keys() > written.keys())
+    wait_for(lambda: markers(cache).keys() > written.keys())
     workers = [child for child in psutil.Process(launched.pid).children() if "capture" in child.cmdline()]
     assert len(workers) == 3
     kill([workers[0].pid])
-    assert launched.wait() == 1, "torchrun stops the others when one has died"
+    assert launched.wait(timeout=PATIENCE) == 1, "torchrun stops the others when one has died"
     assert written.items() < markers(cache).items()
     run(arguments(cache))
     assert_the_same(cache, undisturbed)
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 600
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)

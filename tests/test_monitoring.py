@@ -131,7 +131,7 @@ def test_the_state_of_the_code_is_the_repositorys_that_holds_it(tmp_path):
     (tmp_path / "file").write_text("1")
     (tmp_path / ".gitignore").write_text("venv")
     (tmp_path / "venv").mkdir()
-    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+    for command in (["init", "-q"], ["add", "."], ["-c", "commit.gpgsign=false", "commit", "-q", "-m", "first"]):
         subprocess.run([*git, *command], check=True)
     assert re.fullmatch("[0-9a-f]{40}", git_state(tmp_path))
     assert git_state(tmp_path / "venv") == git_state(tmp_path / "nowhere") == "none"

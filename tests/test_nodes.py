@@ -22,6 +22,7 @@ from dflash_lightning.training.resume import take_back
 
 SCRIPT = ROOT / "conf" / "cluster" / "torchrun.sh"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
+# How long a rank waits for another: short only where the other one is out of reach.
 TIMEOUT_SECONDS = 30
 # Until the launcher has reported the worker's error, on a busy machine.
 MARGIN_SECONDS = 300
@@ -126,13 +127,13 @@ def cache(nodes, llama_folder, tmp_path_factory) -> Path:
     return folder / "cache"
 
 
-def write_config(llama_folder: Path, cache: Path, folder: Path) -> Path:
+def write_config(llama_folder: Path, cache: Path, folder: Path, timeout_seconds: float = PATIENCE) -> Path:
     """A run of 40 steps that saves a checkpoint after every second one."""
     config = fit_config(llama_folder, cache, folder, [checkpoints(folder, "last", every_n_train_steps=2)])
     config["model"]["drafter"]["target_layer_ids"] = [1, 3, 4]
     config["data"]["batch_tokens"] = 180
     config["trainer"] |= {"max_steps": 40, "limit_val_batches": 0}
-    config["trainer"]["strategy"]["init_args"] = {"timeout_minutes": TIMEOUT_SECONDS / 60}
+    config["trainer"]["strategy"]["init_args"] = {"timeout_minutes": timeout_seconds / 60}
     file = folder / "fit.yaml"
     file.write_text(yaml.safe_dump(config))
     return file
@@ -169,12 +170,14 @@ def test_a_lost_host_ends_the_other_and_a_restart_goes_on_exactly(nodes, cache, 
     assert 2 <= step < 40
 
     before = identity(last)
+    write_config(llama_folder, cache, disturbed, TIMEOUT_SECONDS)
     first, second = nodes.start(*fit)
     wait_for(lambda: identity(last) not in (None, before))
     nodes.cable("down")
     expect_lost_rank(first, TIMEOUT_SECONDS + MARGIN_SECONDS)
     expect_lost_rank(second, TIMEOUT_SECONDS + MARGIN_SECONDS)
     nodes.cable("up")
+    write_config(llama_folder, cache, disturbed)
     assert step < last_step(last) < 40
 
     nodes.run(*fit)
