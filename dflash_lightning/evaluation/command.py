@@ -3,6 +3,7 @@
 import json as json_format
 from datetime import timedelta
 from inspect import signature
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,8 @@ def evaluate(
         from dflash_lightning.evaluation.plot import draw_report  # here, as matplotlib takes a second to import
 
         title = f"{prompt_set}: {counted(report['prompts'], 'prompt')}, speed-up {report['speedup']:.2f}x"
-        draw_report(report, title).savefig(plot, dpi=150)
+        picture = BytesIO()
+        draw_report(report, title).savefig(picture, dpi=150, format=plot.suffix.removeprefix("."))
+        write_whole(plot, picture.getvalue())
     print_report(report)
     return report

@@ -49,7 +49,7 @@ def check_free(folder: str | Path) -> None:
         )
     if folder.exists() and not folder.is_dir():
         raise ExportError(f"{folder} is a file; expected a folder to make.")
-    check_writable("output", folder, folder=True)
+    check_writable("output", folder.parent, folder=True)  # it is prepared there
 
 
 def parse_formats(names: str) -> list[Format]:
