@@ -72,6 +72,12 @@ class ExportDrafter(CheckedEarly):
         if not best:
             rank_zero_warn("ExportDrafter: no checkpoint was saved, so nothing is exported.")
         elif trainer.is_global_zero:
+            score = _best(trainer).best_model_score
+            if score is not None and score.isnan():
+                rank_zero_warn(
+                    f"ExportDrafter: {_best(trainer).monitor} was never measured, so which checkpoint is best isn't "
+                    f"known. {best} is exported; `dflash-lightning export --checkpoint` takes another one."
+                )
             free = self._not_ours(trainer, pl_module)
             former = [folder for name in self._names if (folder := self.dirpath / name) not in free]
             with _out_of_the_way(former):

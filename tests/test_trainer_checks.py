@@ -80,3 +80,12 @@ def test_validations_by_the_clock_are_refused():
 def test_several_nodes_without_a_launcher_are_refused():
     with pytest.raises(ConfigError, match="num_nodes is 2, but this process was started by hand"):
         check_trainer(trainer(num_nodes=2, strategy="ddp"))
+
+
+@pytest.mark.parametrize(("max_steps", "told"), [(9, False), (10, True), (-1, False)])
+def test_steps_after_the_last_validation_are_told_of(recwarn, max_steps, told):
+    made = trainer(max_steps=max_steps, val_check_interval=6, check_val_every_n_epoch=None, accumulate_grad_batches=2)
+    made.fit_loop.max_batches = 12
+    made.val_check_batch = 6
+    check_steps_are_whole(made)
+    assert told == any("The last validation is 1 step before the end" in str(warning.message) for warning in recwarn)

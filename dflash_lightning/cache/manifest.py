@@ -159,7 +159,9 @@ class CacheManifest:
         try:
             data = store.read(name)
         except FileNotFoundError as error:
-            raise CacheError(f"{store.location} is not a feature cache: it has no {name}") from error
+            raise CacheError(
+                f"{store.location} is not a feature cache, or not yet: it has no {name}. `capture` makes one."
+            ) from error
         try:
             fields = parse_record(data)
             # The version decides the fields, so it is judged before them.

@@ -128,7 +128,8 @@ def _raw_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
         return
     path = Path(source)
     if not path.is_file():
-        raise DataError(f"{path}: no such file. Expected a JSONL file with a prompt on every line.")
+        found = "a folder" if path.is_dir() else "no such file"
+        raise DataError(f"{path}: {found}. Expected a JSONL file with a prompt on every line.")
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if line.strip():
             place = f"{path}, line {number}"

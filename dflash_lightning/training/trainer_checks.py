@@ -2,11 +2,13 @@
 
 import lightning as L
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed import is_torchelastic_launched
 
 from dflash_lightning.distributed import launched_place
 from dflash_lightning.errors import ConfigError
 from dflash_lightning.training.strategy import DFlashDeepSpeedStrategy
+from dflash_lightning.wording import counted
 
 OURS = "{class_path: dflash_lightning.training.strategy.DFlashDeepSpeedStrategy, init_args: {stage: 2}}"
 
@@ -96,4 +98,19 @@ def check_steps_are_whole(trainer: L.Trainer) -> None:
         raise ConfigError(
             f"trainer.val_check_interval {trainer.val_check_interval} validates after every {trainer.val_check_batch} "
             f"micro-batches, and a step takes {accumulation} (trainer.accumulate_grad_batches). Set it to a multiple."
+        )
+    _warn_of_unseen_end(trainer)
+
+
+def _warn_of_unseen_end(trainer: L.Trainer) -> None:
+    """Tell of steps after the last validation, which is where checkpoints are saved."""
+    by_batches = trainer.check_val_every_n_epoch is None and trainer.val_check_batch not in (None, float("inf"))
+    if trainer.max_steps < 1 or not by_batches:
+        return
+    after = trainer.max_steps % max(1, trainer.val_check_batch // trainer.accumulate_grad_batches)
+    if after:
+        rank_zero_warn(
+            f"The last validation is {counted(after, 'step')} before the end of the training, at step "
+            f"{trainer.max_steps - after} of {trainer.max_steps}. What comes after it is neither decoded nor saved by "
+            "a ModelCheckpoint that saves at validations. Choose a trainer.val_check_interval that divides max_steps."
         )
