@@ -102,21 +102,21 @@ def test_the_shortened_quickstart_makes_a_drafter_that_decodes(tmp_path):
     """Every stage on the real target with a good minute of training, as a user would run it; then once more."""
     run = tmp_path / "run"
     assert commands_run_by(__file__) == ["make quickstart"]
-    command = [*recipe("quickstart"), "--output", str(run), "--max-steps", "160"]
-    command += ["--train-per-family", "40", "--held-out", "6", "--max-new-tokens", "40"]
+    command = [*recipe("quickstart"), "--output", str(run), "--max-steps", "96"]
+    command += ["--train-per-family", "40", "--held-out", "6", "--max-new-tokens", "28"]
     subprocess.run(command, check=True, cwd=ROOT)
     summary = json.loads((run / "summary.json").read_text())
     validation, check = summary["validation"], summary["transformers_check"]
     lossless = validation["lossless"]
     assert {"target", "seconds", "cache", "train", "validation", "transformers_check"} <= set(summary)
-    assert validation["tau"] > 1.2
+    assert validation["tau"] > 1.1
     assert validation["tau"] > validation["tau_before"]
     assert lossless["identical"] + lossless["ties"] == lossless["prompts"] == 6
     assert validation["lossless_float32"] == {"prompts": 6, "identical": 6, "ties": 0, "differing": 0}
     assert (check["identical"], check["prompts"]) == (6, 6)
     assert check["tau"] == pytest.approx(check["tau_ours"])
     assert summary["train"]["loss_last"] < summary["train"]["loss_first"]
-    assert summary["train"]["steps"] == 160
+    assert summary["train"]["steps"] == 96
     for place in ("data", "cache", "checkpoints", "export/zlab", "export/transformers", "logs"):
         assert (run / place).is_dir()
     assert list((run / "logs").glob("events.out.tfevents.*"))
