@@ -102,8 +102,8 @@ def test_the_shortened_quickstart_makes_a_drafter_that_decodes(tmp_path):
     """Every stage on the real target with a good minute of training, as a user would run it; then once more."""
     run = tmp_path / "run"
     assert commands_run_by(__file__) == ["make quickstart"]
-    command = [*recipe("quickstart"), "--output", str(run), "--max-steps", "96"]
-    command += ["--train-per-family", "40", "--held-out", "6", "--max-new-tokens", "28"]
+    command = [*recipe("quickstart"), "--output", str(run), "--max-steps", "80"]
+    command += ["--train-per-family", "24", "--held-out", "6", "--max-new-tokens", "24"]
     subprocess.run(command, check=True, cwd=ROOT)
     summary = json.loads((run / "summary.json").read_text())
     validation, check = summary["validation"], summary["transformers_check"]
@@ -116,7 +116,7 @@ def test_the_shortened_quickstart_makes_a_drafter_that_decodes(tmp_path):
     assert (check["identical"], check["prompts"]) == (6, 6)
     assert check["tau"] == pytest.approx(check["tau_ours"])
     assert summary["train"]["loss_last"] < summary["train"]["loss_first"]
-    assert summary["train"]["steps"] == 96
+    assert summary["train"]["steps"] == 80
     for place in ("data", "cache", "checkpoints", "export/zlab", "export/transformers", "logs"):
         assert (run / place).is_dir()
     assert list((run / "logs").glob("events.out.tfevents.*"))
