@@ -27,7 +27,7 @@ from dflash_lightning.cache import (
 )
 from dflash_lightning.cache.manifest import MANIFEST
 from dflash_lightning.cache.space import check_space
-from dflash_lightning.cache.store import LocalFolder
+from dflash_lightning.cache.store import CacheStore, LocalFolder
 from dflash_lightning.capture.job import CaptureJob, plan_capture
 from dflash_lightning.distributed import leaders_value
 from dflash_lightning.errors import ConfigError
@@ -134,7 +134,7 @@ def capture(
         raise ConfigError(f"max_quarantined is {max_quarantined}; expected a share from 0 to 1.")
     store = open_store(cache, object_store)
     if isinstance(store, LocalFolder) and not (store.path / MANIFEST).is_file():
-        check_writable("cache", store.path, folder=True)
+        _check_place(store)
     job = plan_capture(target, data, **settings)
     planned = set(range(job.manifest.num_shards))
     begun = CacheManifest.exists(store)
@@ -142,10 +142,15 @@ def capture(
         check_space(store, job.manifest, job.stored_tokens(planned))
     writer = create_or_join(store, job.manifest, rank=job.place.rank, max_quarantined=max_quarantined)
     if begun and (missing := planned - writer.committed()):  # a finished cache may be in a folder that is read only
-        if isinstance(store, LocalFolder):
-            check_writable("cache", store.path, folder=True)
+        _check_place(store)
         check_space(store, job.manifest, job.stored_tokens(missing))
     write_missing_shards(job, writer)
+
+
+def _check_place(store: CacheStore) -> None:
+    """Refuse a folder that can't be written to; an object store says so at the first request."""
+    if isinstance(store, LocalFolder):
+        check_writable("cache", store.path, folder=True)
 
 
 def write_missing_shards(job: CaptureJob, writer: CacheWriter) -> None:
