@@ -1,8 +1,9 @@
 """Our decoder beside transformers' own DFlash generation and plain greedy decoding: same target, drafter and prompts.
 
-All three decode each prompt in turn, several times over, so that whatever else the machine does hits them alike. Then
-once more with a stopwatch in the models' forwards: time to the first token, and what a round spends on drafting, on
-verifying and on the rest. The table goes to stderr, a JSON line a decoder to stdout; ratios are medians of the repeats.
+`--drafter` is a folder of the format transformers, which both decoders read. All three decode each prompt in turn,
+several times over, so that whatever else the machine does hits them alike. Then once more with a stopwatch in the
+models' forwards: time to the first token, and what a round spends on drafting, on verifying and on the rest. The table
+goes to stderr, a JSON line a decoder to stdout; ratios are medians of the repeats.
 
     python benchmarks/decode.py --target runs/quickstart/target --drafter runs/quickstart/export/transformers \\
         --prompts runs/quickstart/heldout.jsonl
@@ -10,19 +11,17 @@ verifying and on the rest. The table goes to stderr, a JSON line a decoder to st
 On a busy machine, `OMP_NUM_THREADS=1` and `--clock cpu` count CPU seconds of this process instead of wall seconds.
 """
 
-import argparse
 import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
-from pathlib import Path
 from statistics import median
 from unittest import mock
 
 import torch
-from decoders import load
+from decoding_setup import load_setup, setup_parser
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModel
@@ -144,18 +143,11 @@ def print_table(lines: list[dict], clock: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--drafter", type=Path, required=True, help="exported folder of the format transformers")
-    parser.add_argument("--prompts", required=True, help="JSONL file of prompts")
-    parser.add_argument("--limit", type=int, default=6, help="only so many prompts")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--device", default="auto")
+    parser = setup_parser(__doc__, limit=6, max_new_tokens=64, dtype="float32")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     options = parser.parse_args()
-    loaded = load(options)
+    loaded = load_setup(options)
     device, target, drafter, prompts = loaded.device, loaded.target, loaded.drafter, loaded.prompts
     assistant = AutoModel.from_pretrained(options.drafter, dtype=loaded.dtype).eval().to(device)
 

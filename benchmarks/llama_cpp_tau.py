@@ -7,14 +7,12 @@ over the prompts; texts that are equal, and texts that part at a tie.
         --drafter runs/quickstart/export/zlab --prompts runs/quickstart/heldout.jsonl
 """
 
-import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-from decoders import load
+from decoding_setup import load_setup, setup_parser
 
 from dflash_lightning.decoding.decode import speculative_decode
 from dflash_lightning.decoding.tau import pooled_tau
@@ -30,17 +28,10 @@ def complete(server: str, prompt_ids: Sequence[int], max_new_tokens: int) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--drafter", type=Path, required=True, help="exported folder or checkpoint")
-    parser.add_argument("--prompts", required=True, help="JSONL file of prompts")
-    parser.add_argument("--limit", type=int, default=12, help="only so many prompts")
-    parser.add_argument("--max-new-tokens", type=int, default=80)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--device", default="auto")
+    parser = setup_parser(__doc__, limit=12, max_new_tokens=80, dtype="bfloat16")
     parser.add_argument("--server", default="http://127.0.0.1:8080")
     options = parser.parse_args()
-    loaded = load(options)
+    loaded = load_setup(options)
     target, stop_ids = loaded.target, loaded.limits["stop_ids"]
     runs, tokens, rounds, equal, ties = [], 0, 0, 0, 0
     for prompt in loaded.prompts:

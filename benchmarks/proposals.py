@@ -8,12 +8,10 @@ interval (prompts drawn with replacement) is narrower than theirs.
         --prompts runs/quickstart/heldout.jsonl
 """
 
-import argparse
 import json
-from pathlib import Path
 from typing import get_args
 
-from decoders import load
+from decoding_setup import load_setup, setup_parser
 
 from dflash_lightning.decoding.decode import speculative_decode_batch
 from dflash_lightning.decoding.sampling import Proposals, make_scheme
@@ -21,18 +19,11 @@ from dflash_lightning.decoding.tau import pooled_tau, tau_difference_interval, t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--drafter", type=Path, required=True, help="exported folder or checkpoint")
-    parser.add_argument("--prompts", required=True, help="JSONL file of prompts")
-    parser.add_argument("--limit", type=int, default=None, help="only so many prompts")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--device", default="auto")
+    parser = setup_parser(__doc__, limit=None, max_new_tokens=64, dtype="bfloat16")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.7, 1.0])
     parser.add_argument("--repeats", type=int, default=4, help="answers to each prompt")
     options = parser.parse_args()
-    loaded = load(options)
+    loaded = load_setup(options)
     prompts = loaded.prompts
     for temperature in options.temperatures:
         committed: dict[str, list[list[int]]] = {}

@@ -90,7 +90,7 @@ class DecodedAcceptance(CheckedEarly):
         for name, (value, minimum) in least.items():
             if value is not None and value < minimum:
                 raise ConfigError(f"{name} of DecodedAcceptance is {value}; expected at least {minimum}.")
-        if max_time_share is None or not 0 < max_time_share <= 1:  # YAML's null passes for a float
+        if not 0 < max_time_share <= 1:
             raise ConfigError(f"max_time_share of DecodedAcceptance is {max_time_share}; expected above 0, up to 1.")
         if max_memory and target_on != "device_map":
             raise ConfigError("max_memory of DecodedAcceptance limits a device map; set target_on to device_map too.")
@@ -128,10 +128,28 @@ class DecodedAcceptance(CheckedEarly):
         self.prompts = dict(list(enumerate(prompts))[number::count])
         if self.target_on == "device_map" and trainer.local_rank > 0:
             self.prompts = {}
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:  # noqa: ARG002
+        self.target = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:
+        if sum(trainer.num_val_batches) == 0:
+            raise ConfigError(
+                "there is no validation batch, and DecodedAcceptance decodes at validations; raise "
+                "data.validation_fraction, or capture more samples."
+            )
+        self._decode_plainly(pl_module)  # minutes on a large target: not before all settings are known to be good
+        if trainer.global_step == 0:
+            values = self._decode(trainer, pl_module)
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step=0)
+
+    def _decode_plainly(self, pl_module: DFlashModule) -> None:
+        """Load the target, and decode what the drafter's texts are compared with."""
         if self.prompts:
             with self._budget.spend(), isolate_rng():
                 self.target = FrozenTarget(
-                    name,
+                    pl_module.target_name,
                     dtype=pl_module.compute_dtype,
                     device=pl_module.device,
                     residence=self.target_on,
@@ -144,20 +162,6 @@ class DecodedAcceptance(CheckedEarly):
                         self.plain += decode_plainly(target, [prompt], **self.limits)
                         progress.advance(done=len(self.plain[-1].token_ids))
         self._everybodys({}, "plain decoding")
-
-    def on_fit_end(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:  # noqa: ARG002
-        self.target = None
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:
-        if sum(trainer.num_val_batches) == 0:
-            raise ConfigError(
-                "there is no validation batch, and DecodedAcceptance decodes at validations; raise "
-                "data.validation_fraction, or capture more samples."
-            )
-        if trainer.global_step == 0:
-            values = self._decode(trainer, pl_module)
-            for logger in trainer.loggers:
-                logger.log_metrics(values, step=0)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:
         if trainer.sanity_checking:

@@ -81,7 +81,7 @@ class EpochPlanner:
     sorted by length and cut into its micro-batches. Nothing depends on ranks or workers.
 
     Samples are never sorted over several steps: that would pad less still, but each step would be a biased draw, as
-    lengths go with kinds of texts. Tried with one micro-batch a step, it cost a fifth of the acceptance length.
+    lengths go with kinds of texts; tried with one micro-batch a step, it cost acceptance length.
 
     Attributes:
         num_batches: micro-batches in every epoch.

@@ -17,6 +17,7 @@ from dflash_lightning import __version__
 from dflash_lightning.errors import DFlashError
 from dflash_lightning.library_output import tame_libraries
 from dflash_lightning.missing import missing_package
+from dflash_lightning.nulls import refuse_nulls
 from dflash_lightning.usage import refuse_training_configuration, usage_errors
 from dflash_lightning.writable import advised
 
@@ -124,7 +125,9 @@ def parsed_settings(parser: ArgumentParser, arguments: Sequence[str]) -> dict[st
     """Keyword arguments for the function that ``parser`` was made from; others are refused with a ConfigError."""
     refuse_training_configuration(parser.prog, arguments)
     with usage_errors(parser.prog):
-        settings = parser.instantiate(parser.parse_args(arguments)).as_dict()
+        parsed = parser.parse_args(arguments)
+        refuse_nulls(parser, parsed)
+        settings = parser.instantiate(parsed).as_dict()
     settings.pop("config", None)
     return settings
 

@@ -1,7 +1,5 @@
 """Exported folders: exactly what is in them, back bit for bit, and every wrong folder refused by name."""
 
-import errno
-import fcntl
 import json
 from dataclasses import replace
 
@@ -22,7 +20,6 @@ from dflash_lightning.export import (
     parse_formats,
     read_drafter,
 )
-from dflash_lightning.export import folder as folder_module
 from dflash_lightning.rope import RotaryEmbedding
 
 FILES = ["README.md", "config.json", "dflash_lightning.json", "model.safetensors"]
@@ -152,85 +149,6 @@ def test_a_partial_rotary_factor_is_written_where_it_can_be_expressed(drafter, t
         with pytest.raises(ExportError, match=rf"Format {form} can't express this drafter: it rotates 0\.5 of each"):
             write(drafter, tmp_path / form, form)
     assert [path.name for path in tmp_path.iterdir()] == ["zlab"]
-
-
-class Killed(BaseException):
-    """Nothing catches it."""
-
-
-@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), Killed()])
-def test_an_interrupted_export_never_looks_finished(drafter, tmp_path, monkeypatch, failure):
-    folder = tmp_path / "out"
-
-    def fail(*_args, **_kwargs):
-        assert not folder.exists()
-        raise failure
-
-    monkeypatch.setattr("dflash_lightning.export.folder.save_file", fail)
-    with pytest.raises(type(failure) if isinstance(failure, Killed) else ExportError) as caught:
-        write(drafter, folder)
-    if isinstance(caught.value, ExportError):
-        assert "No space left on device" in str(caught.value)
-    assert list(tmp_path.iterdir()) == []
-    monkeypatch.undo()
-    write(drafter, folder)
-    assert load_drafter(folder, dtype=torch.float32).config == drafter.config
-
-
-def test_what_a_killed_export_left_is_removed_and_what_another_one_writes_is_not(drafter, tmp_path):
-    left, written = (tmp_path / folder_module._partial_name("out", digit * 32) for digit in "1f")
-    others = [tmp_path / name for name in (".out.mine.partial", f".out.another-host-{'2' * 32}.partial")]
-    for partial in (left, written, *others):
-        partial.mkdir()
-        (partial / "model.safetensors").write_bytes(b"half")
-    a_file = tmp_path / folder_module._partial_name("out", "3" * 32)
-    a_file.touch()
-    with folder_module._locked(written, fcntl.LOCK_EX):
-        write(drafter, tmp_path / "out")
-    assert {*tmp_path.iterdir()} == {tmp_path / "out", written, a_file, *others}
-
-
-def test_what_cannot_be_removed_is_named_and_stays(drafter, tmp_path, monkeypatch, capsys):
-    left = tmp_path / folder_module._partial_name("out", "1" * 32)
-    left.mkdir()
-
-    def refuse(folder, ignore_errors=False):
-        if not ignore_errors:
-            raise PermissionError(13, "Permission denied", str(folder))
-
-    monkeypatch.setattr(folder_module.shutil, "rmtree", refuse)
-    write(drafter, tmp_path / "out")
-    assert capsys.readouterr().err.count(f"{left}, which an export has left, can't be removed: [Errno 13]") == 1
-    assert left.exists()
-
-
-def test_a_file_system_without_locks_is_exported_to_and_nothing_is_removed_there(drafter, tmp_path, monkeypatch):
-    left = tmp_path / folder_module._partial_name("out", "1" * 32)
-    left.mkdir()
-
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(folder_module.fcntl, "flock", refuse)
-    write(drafter, tmp_path / "out")
-    assert {*tmp_path.iterdir()} == {tmp_path / "out", left}
-
-
-@pytest.mark.parametrize("step", ["sync_tree", "sync_folder"])
-def test_folders_take_their_names_all_or_none(drafter, qwen3_folder, tmp_path, monkeypatch, step):
-    save_checkpoint(tmp_path / "best.ckpt", drafter, qwen3_folder)
-    original, calls = getattr(folder_module, step), []
-
-    def fail(path):
-        calls.append(path)
-        if len(calls) == 2:
-            raise OSError(5, "Input/output error")
-        original(path)
-
-    monkeypatch.setattr(folder_module, step, fail)
-    with pytest.raises(ExportError, match="Input/output error"):
-        export(tmp_path / "best.ckpt", tmp_path / "out", verify=False)
-    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_values_that_the_data_type_has_no_room_for_are_refused(drafter, tmp_path):

@@ -53,6 +53,7 @@ def made(tmp_path_factory, llama_folder, qwen3_folder):
     (folder / "broken.jsonl").write_text('{"prompt": "say 7"}\n{"prompt": 7}\n')
     (folder / "broken.ckpt").write_bytes(b"PK not a checkpoint")
     (folder / "turns.jsonl").write_text('{"turns": ["say 7", "and 8"]}\n')
+    (folder / "evaluate.yaml").write_text("max_new_tokens: null\n")
     (folder / "empty.jsonl").write_text('{"prompt": "say 7", "response": ""}\n')
     cut = [replace(text, response_start=len(text.input_ids)) for text in random_texts(2)]
     write_texts(folder / "unanswered", llama_folder, cut)
@@ -93,8 +94,8 @@ def fit(made, changes=None, *arguments):
     return ["fit", "--config", str(file), *arguments]
 
 
-def decoding(prompts):
-    return {"class_path": "callbacks.DecodedAcceptance", "init_args": {"prompts": str(prompts)}}
+def decoding(prompts, **settings):
+    return {"class_path": "callbacks.DecodedAcceptance", "init_args": {"prompts": str(prompts), **settings}}
 
 
 def export_at_end(folder):
@@ -110,6 +111,10 @@ MISTAKES = {
     "a drafter for another target": (
         lambda made: evaluate(made, drafter=made.folder / "other"),
         "num_target_layers is 9",
+    ),
+    "a folder of checkpoints": (
+        lambda made: evaluate(made, drafter=made.folder),
+        "holds checkpoints and is none itself; give one of them: broken.ckpt",
     ),
     "a damaged checkpoint": (lambda made: evaluate(made, drafter=made.folder / "broken.ckpt"), "can't be read"),
     "no such dtype": (lambda made: evaluate(made, dtype="float8"), "bfloat16"),
@@ -127,6 +132,18 @@ MISTAKES = {
     "an unknown key in YAML": (lambda made: fit(made, {"model.drafter.blocksize": 8}), "blocksize"),
     "no such configuration": (lambda _: ["fit", "--config", "/nowhere.yaml"], "config: .*/nowhere.yaml"),
     "a value of another type": (lambda made: fit(made, {"model.drafter.num_layers": "two"}), "num_layers"),
+    "nothing for a number": (
+        lambda made: fit(made, {"model.optimizer.lr": None}),
+        r"model.optimizer.lr is null; expected float. Leave it out for the default, 0.0006",
+    ),
+    "nothing for a number of a callback": (
+        lambda made: fit(made, {"trainer.callbacks": [decoding(made.folder / "prompts.jsonl", max_new_tokens=None)]}),
+        r"trainer.callbacks\[0\].init_args.max_new_tokens is null; expected int",
+    ),
+    "nothing for a number in a command's file": (
+        lambda made: evaluate(made, config=made.folder / "evaluate.yaml"),
+        "max_new_tokens is null; expected int",
+    ),
     "a value out of range": (lambda made: fit(made, {"model.optimizer.lr": -1.0}), "lr is -1.0"),
     "no end to training": (lambda made: fit(made, {"trainer.max_steps": -1}), "max_steps"),
     "no accumulation": (lambda made: fit(made, {"trainer.accumulate_grad_batches": 0}), "accumulate_grad_batches"),
@@ -222,6 +239,16 @@ def test_a_mistake_is_one_message(made, monkeypatch, capsys, name):
     assert "Traceback" not in message
     assert re.search(MISTAKES[name][1], message), message
     assert len(message.splitlines()) <= 9
+
+
+@pytest.mark.usefixtures("process_group")
+def test_settings_of_the_data_are_refused_before_a_text_is_decoded(made, monkeypatch, capsys):
+    monkeypatch.setattr("callbacks.acceptance.decode_plainly", None)
+    watched = {"data.batch_tokens": 10, "trainer.callbacks": [decoding(made.folder / "prompts.jsonl")]}
+    monkeypatch.setattr(sys, "argv", ["dflash-lightning", *fit(made, watched)])
+    with pytest.raises(SystemExit):
+        main()
+    assert "data.batch_tokens is 10" in capsys.readouterr().err
 
 
 def test_a_place_without_a_name_can_be_written(tmp_path, monkeypatch):

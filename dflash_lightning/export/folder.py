@@ -1,23 +1,16 @@
 """Write an exported folder: whole, or not at all."""
 
-import fcntl
-import glob
 import json
-import os
-import shutil
-import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from dflash_lightning.config import DrafterConfig
-from dflash_lightning.durable import sync_folder, sync_tree
 from dflash_lightning.errors import ExportError
 from dflash_lightning.export.card import (
     CARD_FILE,
@@ -31,7 +24,7 @@ from dflash_lightning.export.card import (
 from dflash_lightning.export.format import Format, TokenIds, Verifier, rope_parameters
 from dflash_lightning.export.layout import check_tensors
 from dflash_lightning.export.loading import CONFIG_FILE, FORMATS, WEIGHTS_FILE, check_mask_token, read_drafter
-from dflash_lightning.progress import inform
+from dflash_lightning.export.unfinished import take_names, unfinished_folder, writing
 from dflash_lightning.writable import check_writable
 
 
@@ -139,12 +132,12 @@ def export_formats(
     _check_exported(weights, name)
     forms = {form: FORMATS[form] for form in folders}
     with ExitStack() as unfinished:
-        partials = {form: unfinished.enter_context(_unfinished(folder)) for form, folder in folders.items()}
+        partials = {form: unfinished.enter_context(unfinished_folder(folder)) for form, folder in folders.items()}
         for form, partial in ((forms[form], partial) for form, partial in partials.items()):
             tables = _tables(form, verifier, dtype)
             _check_exported(tables, name)
             tensors = weights | tables
-            with _writing(folders[form.name]):
+            with writing(folders[form.name]):
                 _write_text(partial / CONFIG_FILE, _json(configs[form.name]))
                 save_file(
                     {form.renamed.get(key, key): tensor for key, tensor in tensors.items()},
@@ -154,92 +147,15 @@ def export_formats(
             _check_written(partial, config, tensors)
         verification = verify(partials) if verify else None
         for form, partial in ((forms[form], partial) for form, partial in partials.items()):
-            with _writing(folders[form.name]):
+            with writing(folders[form.name]):
                 told = metadata(config, form, name, tokens, provenance, verification)
                 _write_text(partial / METADATA_FILE, _json(told))
                 card = model_card(config, form, name, provenance, verification, converted=original_card is not None)
                 _write_text(partial / CARD_FILE, card)
                 if original_card is not None:
                     (partial / ORIGINAL_CARD_FILE).write_bytes(original_card)
-        _take_names({partial: folders[form] for form, partial in partials.items()})
+        take_names({partial: folders[form] for form, partial in partials.items()})
     return list(folders.values())
-
-
-def _take_names(folders: Mapping[Path, Path]) -> None:
-    """Rename folders, all or none, once all are on disk."""
-    for partial, folder in folders.items():
-        with _writing(folder):
-            sync_tree(partial)
-    with ExitStack() as renamed:
-        for partial, folder in folders.items():
-            with _writing(folder):
-                partial.rename(folder)
-                renamed.callback(shutil.rmtree, folder, ignore_errors=True)
-                sync_folder(folder.parent)
-        renamed.pop_all()
-
-
-@contextmanager
-def _unfinished(folder: Path) -> Iterator[Path]:
-    """A folder beside ``folder``, which is removed when the block ends unless it was renamed.
-
-    It is locked meanwhile: what an export that was killed has left there isn't, and is removed first. Not seen, and so
-    left, is what another host has written, as most network file systems show a lock on its own host only, and anything
-    on a file system that has no locks of folders.
-    """
-    partial = folder.parent / _partial_name(folder.name, uuid.uuid4().hex)
-    with ExitStack() as held:
-        with _writing(folder):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(folder.parent, fcntl.LOCK_EX):  # two exports at once: neither takes the other's for left
-                _sweep(folder)
-                partial.mkdir()
-                held.callback(shutil.rmtree, partial, ignore_errors=True)
-                held.enter_context(_locked(partial, fcntl.LOCK_EX))
-        yield partial
-
-
-def _partial_name(name: str, ending: str) -> str:
-    return f".{name}.{os.uname().nodename}-{ending}.partial"
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what killed exports of ``folder`` have left beside it; what can't be removed is named, and stays."""
-    for left in folder.parent.glob(_partial_name(glob.escape(folder.name), "[0-9a-f]" * 32)):
-        if left.is_dir():
-            try:
-                with _locked(left, fcntl.LOCK_EX | fcntl.LOCK_NB) as dead:
-                    if dead:
-                        shutil.rmtree(left)
-            except FileNotFoundError:  # finished in the meantime
-                continue
-            except OSError as error:
-                inform(f"{left}, which an export has left, can't be removed: {error}. Remove it if none writes there.")
-
-
-@contextmanager
-def _locked(folder: Path, operation: int) -> Iterator[bool]:
-    """Hold a lock of a folder, which goes with the process at the latest.
-
-    Yields whether it is held; it isn't if another process has it, or the file system has no locks of folders.
-    """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        held = False
-        with suppress(OSError):
-            fcntl.flock(descriptor, operation)
-            held = True
-        yield held
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise ExportError(f"{folder} can't be written: {error}. Nothing was left there.") from error
 
 
 def _check_written(folder: Path, config: DrafterConfig, tensors: Mapping[str, Tensor]) -> None:

@@ -22,6 +22,7 @@ from datamodules import FeatureCacheDataModule
 from dflash_lightning.distributed import is_of_lost_rank, launched_place
 from dflash_lightning.drafter import Drafter
 from dflash_lightning.errors import ConfigError, DFlashError, LostRankError
+from dflash_lightning.nulls import refuse_nulls
 from dflash_lightning.progress import say
 from dflash_lightning.report import report
 from dflash_lightning.training.module import DFlashModule
@@ -60,6 +61,9 @@ class FitCLI(LightningCLI):
         )
         # A line of our own says what is trained.
         parser.set_defaults({"trainer.enable_model_summary": False})
+
+    def before_instantiate_classes(self) -> None:
+        refuse_nulls(self._parser("fit"), self.config["fit"])
 
     def instantiate_trainer(self, **settings: Any) -> Trainer:
         """As Lightning does, with our progress; what it says of a wrong setting is for the user."""
