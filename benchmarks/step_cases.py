@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from reference_drafter import ReferenceDrafter
 
-from datamodules.feature_cache import MicroBatchDataset
+from datamodules.loader import MicroBatchDataset
 from datamodules.sampler import MicroBatch
 from dflash_lightning import __version__
 from dflash_lightning.blocks import sample_anchors

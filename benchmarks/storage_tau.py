@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from datamodules.feature_cache import MicroBatchDataset
+from datamodules.loader import MicroBatchDataset
 from datamodules.plan import EpochPlanner, SampleSizes
 from datamodules.sampler import StepSampler
 from dflash_lightning.blocks import Blocks, build_blocks, positions_in_document

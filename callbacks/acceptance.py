@@ -15,13 +15,21 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from callbacks.early_check import CheckedEarly
 from callbacks.frozen_target import FrozenTarget, Residence
 from callbacks.time_budget import TimeBudget
+from datamodules import FeatureCacheDataModule
+from dflash_lightning.decoding.decode import Generation, length_limits
 from dflash_lightning.distributed import gather_when_all_are_done
 from dflash_lightning.errors import ConfigError
-from dflash_lightning.evaluation.prompt_results import PromptResult, decode_plainly, evaluate_prompt, load_prompts
+from dflash_lightning.evaluation.prompt_results import (
+    Prompt,
+    PromptResult,
+    decode_plainly,
+    evaluate_prompt,
+    load_prompts,
+)
 from dflash_lightning.evaluation.report import summarize
 from dflash_lightning.progress import track
 from dflash_lightning.prompts.sets import read_evaluation_prompts
-from dflash_lightning.target import load_generation_config, load_tokenizer, stop_token_ids
+from dflash_lightning.target import load_generation_config, load_tokenizer, stop_token_ids, target_text_config
 from dflash_lightning.training.gathering import gather_drafter
 from dflash_lightning.training.module import DFlashModule
 
@@ -103,6 +111,18 @@ class DecodedAcceptance(CheckedEarly):
     def check(self) -> None:
         read_evaluation_prompts(self.prompts_path, self.limit, several_turns=False)
 
+    def load_prompts(self, target: str) -> list[Prompt]:
+        """The prompts as a target sees them.
+
+        Raises:
+            DataError: naming file and line.
+            ConfigError: one leaves the target no position for an answer.
+        """
+        prompts = load_prompts(self.prompts_path, load_tokenizer(target), limit=self.limit, thinking=self.thinking)
+        positions = target_text_config(target).max_position_embeddings
+        length_limits(positions, [prompt.token_ids for prompt in prompts], self.max_new_tokens)
+        return prompts
+
     def state_dict(self) -> dict[str, Any]:
         return {"last_step": self._last_step, "left_out": self._left_out}
 
@@ -110,12 +130,14 @@ class DecodedAcceptance(CheckedEarly):
         self._last_step, self._left_out = state_dict["last_step"], state_dict["left_out"]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:
+        check_validates(trainer.datamodule)
         self._budget = TimeBudget(self.max_time_share)
-        name, tokenizer = pl_module.target_name, load_tokenizer(pl_module.target_name)
-        prompts = load_prompts(self.prompts_path, tokenizer, limit=self.limit, thinking=self.thinking)
+        name = pl_module.target_name
+        prompts = self.load_prompts(name)
+        self._plain: list[Generation] | None = None
         self.limits = {
             "max_new_tokens": self.max_new_tokens,
-            "stop_ids": stop_token_ids(load_generation_config(name), tokenizer),
+            "stop_ids": stop_token_ids(load_generation_config(name), load_tokenizer(name)),
         }
         self._group = None
         if trainer.world_size > 1:
@@ -132,13 +154,8 @@ class DecodedAcceptance(CheckedEarly):
     def on_fit_end(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:  # noqa: ARG002
         self.target = None
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:
-        if sum(trainer.num_val_batches) == 0:
-            raise ConfigError(
-                "there is no validation batch, and DecodedAcceptance decodes at validations; raise "
-                "data.validation_fraction, or capture more samples."
-            )
-        self._decode_plainly(pl_module)  # minutes on a large target: not before all settings are known to be good
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:
+        # Not at the start of training, where others may still refuse a setting.
         if trainer.global_step == 0:
             values = self._decode(trainer, pl_module)
             for logger in trainer.loggers:
@@ -146,6 +163,7 @@ class DecodedAcceptance(CheckedEarly):
 
     def _decode_plainly(self, pl_module: DFlashModule) -> None:
         """Load the target, and decode what the drafter's texts are compared with."""
+        self._plain = []
         if self.prompts:
             with self._budget.spend(), isolate_rng():
                 self.target = FrozenTarget(
@@ -155,12 +173,11 @@ class DecodedAcceptance(CheckedEarly):
                     residence=self.target_on,
                     max_memory=self.max_memory,
                 )
-                self.plain = []
                 shown = track(len(self.prompts), "plain decoding", "tokens")
                 with self.target.at_hand() as target, shown as progress:
                     for prompt in self.prompts.values():
-                        self.plain += decode_plainly(target, [prompt], **self.limits)
-                        progress.advance(done=len(self.plain[-1].token_ids))
+                        self._plain += decode_plainly(target, [prompt], **self.limits)
+                        progress.advance(done=len(self._plain[-1].token_ids))
         self._everybodys({}, "plain decoding")
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: DFlashModule) -> None:
@@ -191,6 +208,8 @@ class DecodedAcceptance(CheckedEarly):
         return {"decode/time_share": self._budget.share, "decode/left_out": float(self._left_out)}
 
     def _decode(self, trainer: L.Trainer, pl_module: DFlashModule) -> dict[str, float]:
+        if self._plain is None:
+            self._decode_plainly(pl_module)
         with self._budget.spend():
             results = self._results(trainer, pl_module)
         self._last_step = trainer.global_step
@@ -220,7 +239,7 @@ class DecodedAcceptance(CheckedEarly):
             drafter.eval()
             shown = track(len(self.prompts), f"decoding at step {trainer.global_step}", "tokens")
             with isolate_rng(), self.target.at_hand() as target, shown as progress:
-                for (number, prompt), plain in zip(self.prompts.items(), self.plain, strict=True):
+                for (number, prompt), plain in zip(self.prompts.items(), self._plain, strict=True):
                     mine[number] = evaluate_prompt(target, drafter, prompt, plain, **self.limits)
                     progress.advance(done=len(mine[number].token_ids))
             drafter.train(training)
@@ -234,3 +253,16 @@ class DecodedAcceptance(CheckedEarly):
             parts = gather_when_all_are_done(mine, self._group, self._timeout, work, IF_LOST)
         results = {number: result for part in parts for number, result in part.items()}
         return [results[number] for number in sorted(results)]
+
+
+def check_validates(data: FeatureCacheDataModule) -> None:
+    """Refuse a training without validations, which is when `DecodedAcceptance` decodes. Raises ConfigError."""
+    if data.trainer.limit_val_batches == 0:
+        raise ConfigError(
+            "trainer.limit_val_batches is 0, and DecodedAcceptance decodes at validations; leave one of the two out."
+        )
+    if len(data.validation_samples) == 0:
+        raise ConfigError(
+            "no sample is held back for validation, and DecodedAcceptance decodes at validations; raise "
+            "data.validation_fraction, or capture more samples."
+        )

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch._dynamo.utils import counters
 
-from datamodules.feature_cache import ResumableLoader
+from datamodules.loader import ResumableLoader
 from dflash_lightning.training.module import ContextBatch
 
 GIB = 2**30

@@ -32,8 +32,8 @@ class TrainingProgress(ProgressBar):
     def disable(self) -> None:
         self._enabled = False
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        if self._enabled:
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if self._enabled and self._tracker is None:  # what is decoded before the first step says nothing of its rate
             stage = track(trainer.max_steps, "fit", "steps", start=trainer.global_step)
             self._tracker = self._shown.enter_context(stage)
 

@@ -1,25 +1,18 @@
 """Streams a feature cache into training: batches of whole samples with freshly drawn anchors."""
 
-import time
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.loops.progress import _BatchProgress as BatchProgress
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
+from datamodules.loader import FeatureLoader, MicroBatchDataset, ResumableLoader
 from datamodules.plan import EpochPlanner, SampleSizes
-from datamodules.sampler import MicroBatch, StepSampler, ValidationSampler
-from dflash_lightning.blocks import sample_anchors
-from dflash_lightning.cache import FeatureCache, ObjectStoreSettings, Sample, SampleReader, StagingSettings, open_store
-from dflash_lightning.cache.packing import PackedFeatures
+from datamodules.sampler import StepSampler, ValidationSampler
+from dflash_lightning.cache import FeatureCache, ObjectStoreSettings, StagingSettings, open_store
 from dflash_lightning.errors import ConfigError
-from dflash_lightning.training.exact_resume import shift_counts
-from dflash_lightning.training.module import ContextBatch
 from dflash_lightning.wording import counted
 
 
@@ -31,129 +24,6 @@ def in_validation_split(id_hashes: np.ndarray, fraction: float) -> np.ndarray:
         fraction: share to hold back, 0 to below 1.
     """
     return id_hashes < np.uint64(fraction * 2**64)
-
-
-def collate(
-    samples: list[Sample], anchors: list[np.ndarray], *, indices: Sequence[int], anchors_in_step: int
-) -> ContextBatch:
-    """Pad R samples to the longest of them, and their anchors to the most that one has.
-
-    Args:
-        samples: R samples.
-        anchors: the anchors of each.
-        indices: the number of each, for the batch to carry.
-        anchors_in_step: valid anchors of the whole optimizer step.
-    """
-    shape = (len(samples), max(len(sample.input_ids) for sample in samples))
-    blocks = (len(samples), max(1, *map(len, anchors)))
-    stored = [sample.features for sample in samples]
-    packed = [features for features in stored if isinstance(features, PackedFeatures)]
-    stored = [features.rows for features in packed] or stored
-    batch = ContextBatch(
-        features=stored[0].new_empty(*shape, stored[0].shape[1]),
-        input_ids=torch.zeros(shape, dtype=torch.long),
-        loss_mask=torch.zeros(shape, dtype=torch.long),
-        document_ids=torch.full(shape, -1),
-        anchors=torch.zeros(blocks, dtype=torch.long),
-        valid=torch.zeros(blocks, dtype=torch.bool),
-        samples=torch.tensor(indices),
-        anchors_in_step=torch.tensor(anchors_in_step),
-    )
-    if packed:
-        batch["channels"] = torch.stack([features.channels for features in packed]).view(torch.int32)
-    for row, (sample, drawn) in enumerate(zip(samples, anchors, strict=True)):
-        tokens = len(sample.input_ids)
-        batch["features"][row, :tokens] = stored[row]
-        batch["features"][row, tokens:] = 0
-        batch["input_ids"][row, :tokens] = torch.from_numpy(sample.input_ids)
-        batch["loss_mask"][row, :tokens] = torch.from_numpy(sample.loss_mask)
-        batch["document_ids"][row, :tokens] = 0
-        batch["anchors"][row, : len(drawn)] = torch.from_numpy(drawn)
-        batch["valid"][row, : len(drawn)] = True
-    return batch
-
-
-class MicroBatchDataset(Dataset[ContextBatch]):
-    """Reads a planned micro-batch from the cache and draws its anchors."""
-
-    def __init__(self, reader: SampleReader, *, num_anchors: int, seed: int):
-        self.reader, self.num_anchors, self.seed = reader, num_anchors, seed
-
-    def __getitem__(self, plan: MicroBatch) -> ContextBatch:
-        samples = [self.reader.read(location) for location in plan.samples]
-        num_anchors = self.num_anchors if plan.anchors_in_step else 0
-        draw = partial(sample_anchors, num_anchors=num_anchors, seed=self.seed, epoch=plan.epoch)
-        anchors = [draw(sample.loss_mask, sample_id=sample.sample_id) for sample in samples]
-        return collate(samples, anchors, indices=plan.indices, anchors_in_step=plan.anchors_in_step)
-
-
-class ResumableLoader(DataLoader):
-    """A loader that knows how many batches of this epoch the trainer has taken, prefetched ones not counted.
-
-    Lightning saves ``state_dict`` with every checkpoint and restores it before the first batch. The state says nothing
-    of rank or world size, as DeepSpeed keeps rank 0's copy for all.
-
-    Attributes:
-        progress: the trainer's own count of this rank's batches, corrected when the world size changed in between.
-        last_wait: seconds from asking for the latest batch until it was there.
-    """
-
-    sampler: StepSampler
-    progress: BatchProgress
-    last_wait = 0.0
-    _taken = 0
-
-    def __iter__(self) -> Iterator[ContextBatch]:
-        self._taken = self.sampler.start
-        asked = time.perf_counter()
-        for batch in super().__iter__():
-            self._taken += 1
-            self.last_wait = time.perf_counter() - asked
-            yield batch
-            asked = time.perf_counter()
-
-    def state_dict(self) -> dict[str, Any]:
-        planner = self.sampler.planner
-        return {
-            "micro_batches_taken": self._taken * self.sampler.world_size,
-            "micro_batches_in_epoch": planner.num_batches,
-            "plan": planner.identity(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the micro-batches of this epoch that all ranks together had taken.
-
-        Raises:
-            ConfigError: they were taken from another plan, or inside an optimizer step by another number of ranks.
-        """
-        taken = state["micro_batches_taken"]
-        if taken == state["micro_batches_in_epoch"]:
-            batches = len(self.sampler)
-        else:
-            self._check_same_plan(taken, state["plan"])
-            batches = taken // self.sampler.world_size
-        self._taken = batches  # also for a checkpoint that is saved before the next batch
-        self.sampler.start = batches % len(self.sampler)
-        shift_counts(self.progress.current, batches - self.progress.current.ready)
-
-    def _check_same_plan(self, taken: int, made_for: dict[str, Any]) -> None:
-        plan = self.sampler.planner.identity()
-        if taken and made_for != plan:
-            differences = [
-                f"\n  {name}: checkpoint {made_for.get(name)}, this run {plan[name]}"
-                for name in plan
-                if made_for.get(name) != plan[name]
-            ]
-            raise ConfigError(
-                "the checkpoint was saved in the middle of an epoch whose micro-batches were planned differently:"
-                + "".join(differences)
-                + "\nResume with the settings it was made with."
-            )
-        if taken % self.sampler.world_size:
-            raise ConfigError(
-                f"the checkpoint was saved after {taken} micro-batches, inside an optimizer step; it can't be resumed "
-                f"on {self.sampler.world_size} ranks. Resume on as many ranks as it was made with."
-            )
 
 
 class FeatureCacheDataModule(L.LightningDataModule):
@@ -193,10 +63,13 @@ class FeatureCacheDataModule(L.LightningDataModule):
             staging: where this machine keeps copies of the shards of a remote cache.
         """
         super().__init__()
-        limits = {"batch_tokens": batch_tokens, "num_anchors": num_anchors, "shard_window": shard_window}
-        for name, value in limits.items():
-            if value is not None and value < 1:
-                raise ConfigError(f"data.{name} is {value}; expected at least 1.")
+        limits = {
+            **{"batch_tokens": (batch_tokens, 1), "num_anchors": (num_anchors, 1), "shard_window": (shard_window, 1)},
+            **{"num_workers": (num_workers, 0), "seed": (seed, 0)},
+        }
+        for name, (value, least) in limits.items():
+            if value is not None and value < least:
+                raise ConfigError(f"data.{name} is {value}; expected at least {least}.")
         if not 0 <= validation_fraction < 1:
             raise ConfigError(f"data.validation_fraction is {validation_fraction}; expected 0 to below 1.")
         self.store, self.staging = open_store(cache, object_store), staging
@@ -236,7 +109,7 @@ class FeatureCacheDataModule(L.LightningDataModule):
         """The ids of samples by their number, as a batch carries it."""
         return [self.cache.sample_ids[index] for index in indices]
 
-    def _loader(self, loader: type[DataLoader], sampler: StepSampler | ValidationSampler) -> DataLoader:
+    def _loader(self, loader: type[FeatureLoader], sampler: StepSampler | ValidationSampler) -> FeatureLoader:
         workers: dict[str, Any] = {}
         if self.num_workers:
             workers = {"multiprocessing_context": "forkserver", "persistent_workers": True}
@@ -275,7 +148,7 @@ class FeatureCacheDataModule(L.LightningDataModule):
         loader.progress = self.trainer.fit_loop.epoch_loop.batch_progress
         return loader
 
-    def val_dataloader(self) -> DataLoader | list[Tensor]:
+    def val_dataloader(self) -> FeatureLoader | list[Tensor]:
         if len(self.validation_samples) == 0:
             return []
         sampler = ValidationSampler(
@@ -285,4 +158,4 @@ class FeatureCacheDataModule(L.LightningDataModule):
             rank=self.trainer.global_rank,
             world_size=self.trainer.world_size,
         )
-        return self._loader(DataLoader, sampler)
+        return self._loader(FeatureLoader, sampler)

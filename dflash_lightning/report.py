@@ -15,6 +15,7 @@ from tensorboard.plugin_util import markdown_to_safe_html
 
 from dflash_lightning.charts import CHARTS, SLOT, ChartPlan
 from dflash_lightning.durable import write_whole
+from dflash_lightning.errors import ConfigError
 from dflash_lightning.progress import say
 from dflash_lightning.run_log import RunLog, read_run_log
 from dflash_lightning.writable import check_writable
@@ -47,8 +48,10 @@ def report(run: Path, output: Path | None = None) -> Path:
 
     Raises:
         DataError: the folder doesn't hold the logs of one run.
-        ConfigError: the page can't be written.
+        ConfigError: the page's name doesn't end in .html, or it can't be written.
     """
+    if output is not None and output.suffix != ".html":
+        raise ConfigError(f"output is {output}; expected a name that ends in .html. Beside it goes the table, as .csv.")
     if output is not None:
         check_writable("output", output, folder=False)
     log = read_run_log(run)

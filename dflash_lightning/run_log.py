@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader, RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.image.metadata import PLUGIN_NAME as IMAGES
@@ -12,9 +12,12 @@ from tensorboard.plugins.scalar.metadata import PLUGIN_NAME as SCALARS
 from tensorboard.util.tensor_util import make_ndarray
 
 from dflash_lightning.errors import DataError
+from dflash_lightning.progress import inform
 
 EVENT_FILES = "events.out.tfevents.*"
 TEXT = "/text_summary"
+# Length and checksums (TFRecord).
+BYTES_AROUND_RECORD = 8 + 4 + 4
 
 
 @dataclass(frozen=True)
@@ -52,15 +55,31 @@ def find_log_folder(run: Path) -> Path:
 
 
 def read_run_log(run: Path) -> RunLog:
-    """Read the log of the run whose folder is given. Raises DataError, see `find_log_folder`."""
+    """Read the log of the run whose folder is given; what can't be read of it is told.
+
+    Raises:
+        DataError: there is no log, or more than one, or nothing can be read of it.
+    """
     folder = find_log_folder(run)
-    points = _points(folder)
+    points, damaged = _points(folder), False
+    for file in sorted(folder.glob(EVENT_FILES)):
+        size = file.stat().st_size
+        if (read := _readable_bytes(file)) < size:
+            damaged = True
+            inform(f"{file}: {size - read:,} of its {size:,} bytes can't be read: it is cut off or damaged there.")
+    if damaged and not any(points.values()):
+        raise DataError(f"{folder}: nothing can be read of its event files. Take a copy of them, or train again.")
     return RunLog(
         folder=folder,
         scalars={name: sorted(found.items()) for name, found in points["scalars"].items()},
         texts={name: found[max(found)] for name, found in points["texts"].items() if found},
         images={name: found[max(found)] for name, found in points["images"].items() if found},
     )
+
+
+def _readable_bytes(file: Path) -> int:
+    """How far the records of an event file go before one is cut off or damaged."""
+    return sum(len(record) + BYTES_AROUND_RECORD for record in RawEventFileLoader(str(file)).Load())
 
 
 def _points(folder: Path) -> dict[str, dict[str, dict[int, Any]]]:

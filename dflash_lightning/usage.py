@@ -12,6 +12,7 @@ import yaml
 from dflash_lightning.errors import ConfigError, DFlashError
 
 PLACE = re.compile(r'Parser key "([^"]+)": ?(.*)')
+FAILED_CLASS = re.compile(r"Problem with given class_path '([^']+)':\s*(.+)")
 MACHINERY = re.compile(
     r"Does not validate|Subtypes:|Errors:|Given value|Problem with given class_path|Expected a .*NoneType"
 )
@@ -42,6 +43,12 @@ def first_of_ours(error: BaseException) -> DFlashError | None:
     while link is not None and not isinstance(link, DFlashError):
         link = link.__cause__ or link.__context__
     return link
+
+
+def class_that_fails(error: ValueError) -> ConfigError | None:
+    """What a class that the configuration names says of being made, where jsonargparse lists all that it tried."""
+    found = FAILED_CLASS.search(str(error))
+    return found and ConfigError(f"{found[1]} can't be made: {found[2]}")
 
 
 @contextmanager

@@ -107,6 +107,11 @@ def test_training_goes_on_as_if_nothing_had_been_decoded(job, prompts, tmp_path)
     assert all(0 < report["time_share"] < 1 for report in reports(tmp_path))
 
 
+def test_a_validation_every_second_epoch_decodes_there(job, prompts, tmp_path):
+    decoding(job, prompts, tmp_path, limit=1).run(check_val_every_n_epoch=2)
+    assert [report["step"] for report in reports(tmp_path)] == [0, 6]
+
+
 @pytest.fixture(scope="module")
 def answers(talker, prompts) -> list[int]:
     """Length of each prompt's answer."""
@@ -116,7 +121,8 @@ def answers(talker, prompts) -> list[int]:
 
 @pytest.mark.slow
 def test_two_ranks_report_what_one_does(job, prompts, answers, tmp_path):
-    """ZeRO-2 and 3; with answers of unequal length, and with fewer prompts than ranks."""
+    """ZeRO-2 and 3; with answers of unequal length, and under ZeRO-3, where ranks wait for each other, with fewer
+    prompts than ranks."""
     assert max(answers[::2]) - min(answers) > 5
     assert sum(answers[::2]) != sum(answers[1::2])
     two = replace(job, devices=2, accumulation=2)
@@ -125,7 +131,7 @@ def test_two_ranks_report_what_one_does(job, prompts, answers, tmp_path):
         cut = replace(two, strategy=strategy)
         jobs[strategy, "without"] = cut
         jobs[strategy, "all"] = decoding(cut, prompts, tmp_path / strategy / "all", target_on="host")
-        jobs[strategy, "one"] = decoding(cut, prompts, tmp_path / strategy / "one", limit=1)
+    jobs["zero3", "one"] = decoding(cut, prompts, tmp_path / "zero3" / "one", limit=1)
     ranks = run_on_ranks(2, jobs, tmp_path)
     decoding(job, prompts, tmp_path / "all").run()
     decoding(job, prompts, tmp_path / "one", limit=1).run()

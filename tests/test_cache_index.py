@@ -14,7 +14,7 @@ import torch
 from cache_helpers import SHARD_SAMPLES, capture, make_manifest, make_sample, shard_samples
 from torch.utils.data import DataLoader
 
-from datamodules.feature_cache import MicroBatchDataset
+from datamodules.loader import MicroBatchDataset
 from datamodules.sampler import MicroBatch
 from dflash_lightning.cache import Fault, FeatureCache, create_or_join, verify, write_index
 from dflash_lightning.cache.index import INDEX, SampleIndex, id_hash

@@ -1,5 +1,6 @@
 """The data module on a small real cache: what a batch holds, what is refused, and where a resume goes on."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -226,6 +227,18 @@ def test_workers_that_read_ahead_change_nothing(cache, identity):
     loader.load_state_dict(state)
     assert_equal(list(loader), whole[4:])
     assert_equal(resume(state, cache, identity, num_workers=0), whole[4:])
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_damage_is_told_in_the_same_words_by_a_worker(cache, identity, tmp_path, num_workers):
+    shutil.copytree(cache, tmp_path / "cache")
+    file = tmp_path / "cache" / "shards" / "000000" / "features" / "c" / "0" / "0"
+    file.write_bytes(file.read_bytes()[:-1])
+    data = make(tmp_path / "cache", identity, num_workers=num_workers)
+    for loader in (data.train_dataloader(), data.val_dataloader()):
+        with pytest.raises(CacheError, match=r"shard 000000, object features/c/0/0: ") as caught:
+            list(loader)
+        assert "Traceback" not in str(caught.value)
 
 
 def test_a_resume_twice_within_an_epoch_goes_on_where_the_second_stopped(cache, identity):

@@ -35,11 +35,18 @@ def test_what_is_not_run_is_still_on_a_page():
     assert set(NOT_RUN) <= {command.text for page in PAGES for command in page_commands(page)}
 
 
+def source_of_benchmark(script: Path) -> str:
+    """Its own, and that of the modules beside it which it imports."""
+    source = script.read_text()
+    beside = (script.with_name(f"{name}.py") for name in re.findall(r"^from (\w+) import", source, re.MULTILINE))
+    return "\n".join([source, *(module.read_text() for module in beside if module.exists())])
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_benchmarks_that_are_not_run_have_the_options_that_pages_name(page):
     for command in page_commands(page):
         if command.reason and (script := re.search(r"benchmarks/\w+\.py", command.text)):
-            source = (ROOT / script[0]).read_text()
+            source = source_of_benchmark(ROOT / script[0])
             for option in re.findall(r"--[\w-]+", command.text):
                 assert f'"{option}"' in source, f"{script[0]} has no {option}"
 

@@ -191,6 +191,12 @@ def test_reports_go_by_their_files_names_and_belong_to_the_drafter(drafter, qwen
         export(checkpoint, tmp_path / "three", evaluations=[report], verify=False)
 
 
+def test_a_checkpoint_beside_an_exported_drafter_is_not_looked_at(drafter, tmp_path):
+    folder = write(drafter, tmp_path / "out")
+    (folder / "old.ckpt").write_bytes(b"of something else")
+    assert load_drafter(folder, dtype=torch.float32).config == drafter.config
+
+
 def test_nothing_is_overwritten(drafter, tmp_path):
     folder = tmp_path / "out"
     folder.mkdir()

@@ -1,106 +1,32 @@
 """The most likely mistakes, each made on the command line: one clear message, no traceback."""
+# Fixtures are imported.
+# ruff: noqa: F401, F811
 
 import errno
-import json
 import os
 import re
 import socket
 import subprocess
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
-from capture_helpers import random_texts, write_texts
-from export_helpers import TOKENS
-from fit_helpers import PATIENCE, checkpoints, fit_config
-from helpers import load_tiny, make_drafter
-from training_helpers import random_sample, write_cache
+from fit_helpers import PATIENCE, checkpoints
+from mistake_helpers import capture, decoding, evaluate, export_at_end, fit, made, prepare, told
 
 from callbacks.export import ExportDrafter
 from dflash_lightning import cli, writable
 from dflash_lightning.cli import main
 from dflash_lightning.distributed import Place
 from dflash_lightning.errors import ConfigError, TargetError
-from dflash_lightning.export import export_drafter
 from dflash_lightning.quickstart.__main__ import find_gguf
 from dflash_lightning.training.fit import FitCLI
 from dflash_lightning.usage import plain_words
 from dflash_lightning.writable import check_writable
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory, llama_folder, qwen3_folder):
-    """Everything that a run needs, sound."""
-    folder = tmp_path_factory.mktemp("made")
-    write_texts(folder / "data", llama_folder, random_texts(4))
-    samples = [random_sample(f"s{i}", 20, 3, 64, seed=i) for i in range(6)]
-    write_cache(folder / "cache", samples, target=llama_folder, layer_ids=[1, 3], hidden_size=32)
-    drafter = make_drafter(load_tiny(llama_folder))
-    export_drafter(drafter.state_dict(), drafter.config, folder / "drafter", "zlab", tokens=TOKENS)
-    values = json.loads((folder / "drafter" / "config.json").read_text())
-    (folder / "other").mkdir()
-    (folder / "other" / "config.json").write_text(json.dumps({**values, "num_target_layers": 9}))
-    (folder / "other" / "model.safetensors").symlink_to(folder / "drafter" / "model.safetensors")
-    (folder / "full" / "zlab").mkdir(parents=True)
-    (folder / "full" / "zlab" / "mine.txt").write_text("")
-    (folder / "prompts.jsonl").write_text('{"prompt": "say 7"}\n')
-    (folder / "broken.jsonl").write_text('{"prompt": "say 7"}\n{"prompt": 7}\n')
-    (folder / "broken.ckpt").write_bytes(b"PK not a checkpoint")
-    (folder / "turns.jsonl").write_text('{"turns": ["say 7", "and 8"]}\n')
-    (folder / "evaluate.yaml").write_text("max_new_tokens: null\n")
-    (folder / "empty.jsonl").write_text('{"prompt": "say 7", "response": ""}\n')
-    cut = [replace(text, response_start=len(text.input_ids)) for text in random_texts(2)]
-    write_texts(folder / "unanswered", llama_folder, cut)
-    below = folder / "prompts.jsonl" / "below"
-    return SimpleNamespace(folder=folder, llama=str(llama_folder), qwen3=str(qwen3_folder), below=below)
-
-
-def prepare(made, **changes):
-    settings = {"target": made.llama, "input": made.folder / "prompts.jsonl", "output": made.folder / "prepared"}
-    return ["prepare", *(part for name, value in {**settings, **changes}.items() for part in (f"--{name}", str(value)))]
-
-
-def evaluate(made, **changes):
-    settings = {"target": made.llama, "drafter": made.folder / "drafter", "prompts": made.folder / "prompts.jsonl"}
-    return [
-        "evaluate",
-        *(part for name, value in {**settings, **changes}.items() for part in (f"--{name}", str(value))),
-    ]
-
-
-def capture(made, **changes):
-    settings = {"target": made.llama, "data": made.folder / "data", "cache": made.folder / "new-cache"}
-    settings["target-layer-ids"] = [1, 3]
-    return ["capture", *(part for name, value in {**settings, **changes}.items() for part in (f"--{name}", str(value)))]
-
-
-def fit(made, changes=None, *arguments):
-    """``changes`` of the configuration, by dotted name."""
-    config = fit_config(made.llama, made.folder / "cache", made.folder, [checkpoints(made.folder, "last")])
-    for name, value in (changes or {}).items():
-        *above, last = name.split(".")
-        place = config
-        for key in above:
-            place = place.setdefault(key, {})
-        place[last] = value
-    file = made.folder / "fit.yaml"
-    file.write_text(yaml.safe_dump(config))
-    return ["fit", "--config", str(file), *arguments]
-
-
-def decoding(prompts, **settings):
-    return {"class_path": "callbacks.DecodedAcceptance", "init_args": {"prompts": str(prompts), **settings}}
-
-
-def export_at_end(folder):
-    return {"class_path": "callbacks.ExportDrafter", "init_args": {"dirpath": str(folder)}}
-
 
 MISTAKES = {
     "no target there": (lambda made: evaluate(made, target="/nowhere"), "/nowhere"),
@@ -132,18 +58,6 @@ MISTAKES = {
     "an unknown key in YAML": (lambda made: fit(made, {"model.drafter.blocksize": 8}), "blocksize"),
     "no such configuration": (lambda _: ["fit", "--config", "/nowhere.yaml"], "config: .*/nowhere.yaml"),
     "a value of another type": (lambda made: fit(made, {"model.drafter.num_layers": "two"}), "num_layers"),
-    "nothing for a number": (
-        lambda made: fit(made, {"model.optimizer.lr": None}),
-        r"model.optimizer.lr is null; expected float. Leave it out for the default, 0.0006",
-    ),
-    "nothing for a number of a callback": (
-        lambda made: fit(made, {"trainer.callbacks": [decoding(made.folder / "prompts.jsonl", max_new_tokens=None)]}),
-        r"trainer.callbacks\[0\].init_args.max_new_tokens is null; expected int",
-    ),
-    "nothing for a number in a command's file": (
-        lambda made: evaluate(made, config=made.folder / "evaluate.yaml"),
-        "max_new_tokens is null; expected int",
-    ),
     "a value out of range": (lambda made: fit(made, {"model.optimizer.lr": -1.0}), "lr is -1.0"),
     "no end to training": (lambda made: fit(made, {"trainer.max_steps": -1}), "max_steps"),
     "no accumulation": (lambda made: fit(made, {"trainer.accumulate_grad_batches": 0}), "accumulate_grad_batches"),
@@ -208,7 +122,14 @@ MISTAKES = {
         lambda made: ["export", "--checkpoint", str(made.folder / "drafter"), "--output", str(made.below)],
         "output is .*Not a directory",
     ),
-    "a page below a file": (lambda made: ["report", str(made.folder), "--output", str(made.below)], "Not a directory"),
+    "a page below a file": (
+        lambda made: ["report", str(made.folder), "--output", str(made.below / "page.html")],
+        "Not a directory",
+    ),
+    "a page that would take the place of its table": (
+        lambda made: ["report", str(made.folder), "--output", "page.csv"],
+        "page.csv; expected a name that ends in .html",
+    ),
     "checkpoints below a file": (
         lambda made: fit(made, {"trainer.callbacks": [checkpoints(made.below, "last")]}),
         "dirpath of ModelCheckpoint is .*Not a directory",
@@ -221,34 +142,15 @@ MISTAKES = {
 }
 
 
-def told(made, monkeypatch, capsys, name: str, *more: str) -> str:
-    """What the command says on stderr; it ends with exit code 2."""
-    monkeypatch.setattr(sys, "argv", ["dflash-lightning", *MISTAKES[name][0](made), *more])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    assert stop.value.code == 2
-    return capsys.readouterr().err
-
-
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_message(made, monkeypatch, capsys, name):
     if name == "no GPU here" and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    message = told(made, monkeypatch, capsys, name)
+    message = told(monkeypatch, capsys, MISTAKES[name][0](made))
     assert "Traceback" not in message
     assert re.search(MISTAKES[name][1], message), message
     assert len(message.splitlines()) <= 9
-
-
-@pytest.mark.usefixtures("process_group")
-def test_settings_of_the_data_are_refused_before_a_text_is_decoded(made, monkeypatch, capsys):
-    monkeypatch.setattr("callbacks.acceptance.decode_plainly", None)
-    watched = {"data.batch_tokens": 10, "trainer.callbacks": [decoding(made.folder / "prompts.jsonl")]}
-    monkeypatch.setattr(sys, "argv", ["dflash-lightning", *fit(made, watched)])
-    with pytest.raises(SystemExit):
-        main()
-    assert "data.batch_tokens is 10" in capsys.readouterr().err
 
 
 def test_a_place_without_a_name_can_be_written(tmp_path, monkeypatch):
@@ -320,7 +222,7 @@ def test_a_missing_package_is_one_message_with_the_command_that_installs_it(monk
     monkeypatch.setitem(sys.modules, "zarr", None)
 
     def import_it(_):
-        import zarr  # noqa: F401
+        import zarr
 
     monkeypatch.setattr(cli, "run", import_it)
     with pytest.raises(SystemExit) as stop:

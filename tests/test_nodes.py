@@ -13,6 +13,7 @@ import torch
 import yaml
 from cache_helpers import stored_files
 from capture_helpers import capture_arguments, random_texts, write_texts
+from command_client import command_server, meeting_place
 from fit_helpers import PATIENCE, checkpoints, fit_config, identity, wait_for
 from page_commands import ROOT, command_line, commands_run_by
 
@@ -23,7 +24,7 @@ from dflash_lightning.training.resume import take_back
 SCRIPT = ROOT / "conf" / "cluster" / "torchrun.sh"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 # How long a rank waits for another: short only where the other one is out of reach.
-TIMEOUT_SECONDS = 30
+TIMEOUT_SECONDS = 15
 # Until the launcher has reported the worker's error, on a busy machine.
 MARGIN_SECONDS = 300
 
@@ -155,7 +156,9 @@ def test_a_lost_host_ends_the_other_and_a_restart_goes_on_exactly(nodes, cache, 
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
     for folder in (undisturbed, disturbed):
         folder.mkdir()
-    nodes.run("fit", "--config", write_config(llama_folder, cache, undisturbed))
+    server = command_server()
+    alone = ["fit", "--config", write_config(llama_folder, cache, undisturbed)]
+    assert server.wait(server.launch([*alone, "--trainer.devices", "2"], 2, **meeting_place())) == [0, 0]
 
     [command] = commands_run_by(__file__)
     script, node, *fit = command_line(command, {"run.yaml": [str(write_config(llama_folder, cache, disturbed))]})

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cache_helpers import HIDDEN, LAYERS, SHARD_SAMPLES, make_manifest, make_sample, shard_samples
 
-from datamodules.feature_cache import collate
+from datamodules.loader import collate
 from dflash_lightning.cache import FeatureCache, arrays, create_or_join
 from dflash_lightning.cache.packing import GROUP, normal_levels, pack, packed_width, unpack
 from dflash_lightning.cache.storage import STORAGES, packed_bits

@@ -5,11 +5,10 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
+from command_client import command_server, kill
 from prepare_helpers import PROMPTS, SETTINGS, folder_bytes, write_rows
 
 from dflash_lightning import journal as journal_module
@@ -45,17 +44,16 @@ def test_a_killed_run_goes_on_and_gives_the_same_data(llama_folder, tmp_path):
     rows = [{"prompt": f"Say {'very ' * (i % 5)}{i}"} for i in range(40)]
     path = write_rows(tmp_path / "in.jsonl", rows)
     prepare(str(llama_folder), path, tmp_path / "whole", **SETTINGS)
-    arguments = (str(llama_folder), str(path), str(tmp_path / "killed"))
-    code = f"from dflash_lightning.prepare.command import prepare; prepare(*{arguments!r}, **{SETTINGS!r})"
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    arguments = {"target": llama_folder, "input": path, "output": tmp_path / "killed", **SETTINGS}
+    server = command_server()
+    process = server.start("prepare", *(f"--{name.replace('_', '-')}={value}" for name, value in arguments.items()))
     written = tmp_path / "killed" / "journal.jsonl"
     deadline = time.monotonic() + 600
     while not (written.exists() and written.read_bytes().count(b"\n") > 3):
-        assert process.poll() is None, "it ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    kill([process])
+    assert server.wait([process]) == [-signal.SIGKILL], "it ended before it could be killed"
     kept = written.read_bytes().count(b"\n") - 1
     assert 3 <= kept < 20
     with pytest.raises(DataError, match="unfinished"):

@@ -15,7 +15,7 @@ from capture_helpers import capture_arguments, random_texts, write_texts
 from remote_helpers import BUCKET, objects_of, read_all, reference, s3, server, staging_in, start, stored
 
 from dflash_lightning.cache import FeatureCache, ObjectStoreSettings, object_store, open_store
-from dflash_lightning.cache.object_store import ObjectStorage
+from dflash_lightning.cache.object_store import PART_BYTES, ObjectStorage
 from dflash_lightning.cli import run
 from dflash_lightning.errors import CacheError
 
@@ -133,9 +133,8 @@ def test_a_killed_upload_is_resumed(s3, server, reference, name):
 
 
 @pytest.mark.parametrize("kind", ["503", "cut"])
-def test_large_objects_travel_in_parts(s3, server, tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(object_store, "PART_BYTES", 2**18)
-    content = random.Random(0).randbytes(2**19 + 1000)
+def test_large_objects_travel_in_parts(s3, server, tmp_path, kind):
+    content = random.Random(0).randbytes(PART_BYTES + 1000)
     (tmp_path / "shard").mkdir()
     (tmp_path / "shard/large").write_bytes(content)
     sent = server.add(kind, "PUT", "partNumber=2", times=2)

@@ -98,6 +98,20 @@ def test_a_run_without_any_decoding_has_a_page(tmp_path):
     assert "Nothing was logged." in (tmp_path / "report.html").read_text()
 
 
+def test_what_cannot_be_read_of_a_log_is_told(logged, capsys):
+    whole = read_run_log(logged)
+    [file] = (logged / "logs").glob("events.out.tfevents.*")
+    content = file.read_bytes()
+    middle = len(content) // 2
+    file.write_bytes(content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :])
+    damaged = read_run_log(logged)
+    assert 0 < sum(map(len, damaged.scalars.values())) < sum(map(len, whole.scalars.values()))
+    assert f"of its {len(content):,} bytes can't be read: it is cut off or damaged there" in capsys.readouterr().err
+    file.write_bytes(b"hello world" * 100)
+    with pytest.raises(DataError, match="nothing can be read of its event files"):
+        read_run_log(logged)
+
+
 def test_a_folder_of_no_run_or_of_several_is_refused(tmp_path):
     with pytest.raises(DataError, match="holds none"):
         run(["report", str(tmp_path)])

@@ -13,7 +13,7 @@ from dflash_lightning.decoding.decode import plain_decode, speculative_decode, s
 from dflash_lightning.decoding.sampling import ArgmaxProposals, SampledProposals, Sampling, Verified, make_scheme
 from dflash_lightning.errors import ConfigError
 
-VOCABULARY, PROMPT, DRAWS, ROWS = 8, [5, 1, 6], 100_000, 2_000
+VOCABULARY, PROMPT, DRAWS, ROWS = 8, [5, 1, 6], 100_000, 10_000
 SAMPLINGS = {"plain": Sampling(), "cut": Sampling(temperature=0.7, top_k=6, top_p=0.9)}
 
 

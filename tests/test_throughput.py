@@ -11,7 +11,7 @@ from training_helpers import RecordSteps, make_trainer, random_sample, write_cac
 
 from callbacks import Throughput
 from datamodules import FeatureCacheDataModule
-from datamodules.feature_cache import MicroBatchDataset
+from datamodules.loader import MicroBatchDataset
 from dflash_lightning.config import DrafterSettings
 from dflash_lightning.training.module import DFlashModule
 
@@ -65,7 +65,7 @@ def train(cache, llama_folder, monkeypatch):
     """Trains on a loader and a device of given seconds a micro-batch; returns what was logged."""
     clock, read = Clock(), MicroBatchDataset.__getitem__
     monkeypatch.setattr("callbacks.throughput.time", clock)
-    monkeypatch.setattr("datamodules.feature_cache.time", clock)
+    monkeypatch.setattr("datamodules.loader.time", clock)
 
     def run(folder: Path, *, wait: float, compute: float, resume: Path | None = None) -> RecordSteps:
         def slow_read(dataset, plan):

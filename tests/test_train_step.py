@@ -82,6 +82,7 @@ STEPS = [command for command in COMMANDS if name_of(command) == "train_step"]
 def test_the_benchmarks_of_the_pages_run_and_name_what_they_measured(command, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr("train_step.GROWTH", {"anchors": [2, 4], "layers": [1]})
+    monkeypatch.setattr("train_step.get_context", lambda _: get_context("fork"))  # its figures aren't looked at
     # Another size than the pages', and the second of two comparisons doesn't start a process for the reference too.
     cases = ["ours", "reference"] if "--size quickstart" in command else ["ours"]
     results = results_of(command, tmp_path, "--size", "tiny", "--steps", "2", "--cases", *cases)
@@ -101,10 +102,10 @@ def resident(name: str) -> int:
 
 
 def rise_of_peak_memory(slots: int, chunk_slots: int) -> float:
-    """MB above inputs and outputs; to be called in a fresh process."""
+    """MB above inputs and outputs; to be called in a fresh process. In float32, which every CPU multiplies fast."""
     losses.CHUNK_SLOTS = chunk_slots
-    hidden = torch.randn(slots, 16).bfloat16().requires_grad_()
-    head, labels = torch.randn(151_936, 16).bfloat16(), torch.arange(slots)
+    hidden = torch.randn(slots, 16).requires_grad_()
+    head, labels = torch.randn(151_936, 16), torch.arange(slots)
     linear_cross_entropy(hidden[:2].detach(), head, labels[:2])  # what the first call of a matmul sets up
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resident("VmRSS")
@@ -117,13 +118,17 @@ def rise_of_peak_memory(slots: int, chunk_slots: int) -> float:
 def test_peak_memory_of_the_loss_grows_with_the_chunk_and_not_with_the_slots():
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         few, many, half = pool.map(rise_of_peak_memory, (2048, 8192, 2048), (2048, 2048, 1024))
-    chunk = 2048 * losses.CHUNK_VOCABULARY * (2 + 4) / MB  # 50 MB; the whole logits would be 2,490 in bfloat16
+    chunk = 2048 * losses.CHUNK_VOCABULARY * (4 + 4) / MB  # 67 MB; the whole logits would be 4,979
     assert 0.9 * chunk < many < 1.3 * chunk
     assert many < few + 5
     assert half < few - 0.4 * chunk
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_the_loss_runs(tmp_path):
+def test_the_benchmark_of_the_loss_runs(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(
+        "linear_cross_entropy.get_context", lambda _: get_context("fork")
+    )  # its figures aren't looked at
     results = results_of(LOSS, tmp_path, "--slots", "8", "--hidden", "32", "--vocab", "272", "--turns", "1")
     assert [result["form"] for result in results] == ["ours", "torch", "whole"]

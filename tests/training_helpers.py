@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 
 from datamodules import FeatureCacheDataModule
-from datamodules.feature_cache import collate
+from datamodules.loader import collate
 from dflash_lightning.cache import CacheManifest, Sample, create_or_join
 from dflash_lightning.cache.storage import Storage, default_compression
 from dflash_lightning.config import DrafterSettings

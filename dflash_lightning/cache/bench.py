@@ -67,6 +67,8 @@ def bench_reading(
     """
     if samples < 1:
         raise ConfigError(f"samples is {samples}; expected at least 1.")
+    if seed < 0:
+        raise ConfigError(f"seed is {seed}; expected at least 0.")
     begin = time.perf_counter()
     features = FeatureCache(cache)
     seconds_to_open = time.perf_counter() - begin

@@ -32,7 +32,8 @@ class UnusableIndex(CacheError):
     """
 
     def __init__(self, store: CacheStore, what: str):
-        super().__init__(f"object {INDEX}: {what}. Run `dflash-lightning cache verify {store.location} --repair`")
+        place = store.location
+        super().__init__(f"{place}, object {INDEX}: {what}. Run `dflash-lightning cache verify {place} --repair`")
         self.what = what
 
 

@@ -1,5 +1,6 @@
 """A cache in an object store: S3, Google Cloud Storage, Azure or, for reading only, any HTTP server."""
 
+import math
 import os
 import random
 import re
@@ -57,10 +58,10 @@ class ObjectStoreSettings:
     scratch: Path | None = None
 
     def __post_init__(self):
-        if self.timeout <= 0 or self.retries < 0:
+        if not 0 < self.timeout < math.inf or self.retries < 0:
             raise ConfigError(
-                f"object_store.timeout is {self.timeout}, object_store.retries {self.retries}; expected more than 0 "
-                "seconds and at least 0 retries."
+                f"object_store.timeout is {self.timeout}, object_store.retries {self.retries}; expected a positive "
+                "number of seconds and at least 0 retries."
             )
 
 

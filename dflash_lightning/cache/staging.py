@@ -12,6 +12,7 @@ left alone, lie
 """
 
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -50,10 +51,10 @@ class StagingSettings:
     patience: float = 300.0
 
     def __post_init__(self):
-        if self.max_gb <= 0 or self.patience < 0:
+        if not 0 < self.max_gb < math.inf or not 0 <= self.patience < math.inf:
             raise ConfigError(
                 f"staging.max_gb is {self.max_gb}, staging.patience {self.patience}; expected more than 0 gigabytes "
-                "and at least 0 seconds."
+                "and at least 0 seconds, both finite."
             )
 
     @property

@@ -116,7 +116,7 @@ def plan_capture(
     layer_ids = DrafterSettings(
         num_layers=1,
         target_layer_ids=target_layer_ids,
-        num_tapped_layers=None if target_layer_ids else num_tapped_layers,
+        num_tapped_layers=num_tapped_layers if target_layer_ids is None else None,
     ).resolve_target_layer_ids(text_config.num_hidden_layers)
     samples = samples[:limit]
     if not samples:

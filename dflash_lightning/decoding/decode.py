@@ -49,8 +49,13 @@ def _sync(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def length_limits(target: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[int]:
-    """Most new tokens of each text: ``max_new_tokens``, or fewer where the target's positions end.
+def positions_of(target: PreTrainedModel) -> int:
+    """How many tokens a text of this target may have, its prompt included."""
+    return target.config.get_text_config().max_position_embeddings
+
+
+def length_limits(positions: int, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[int]:
+    """Most new tokens of each text: ``max_new_tokens``, or fewer where the target's ``positions`` end.
 
     Servers do the same: a prompt that leaves no position for an answer is refused, and a text ends with the last one.
 
@@ -59,7 +64,6 @@ def length_limits(target: PreTrainedModel, prompts: Sequence[Sequence[int]], max
     """
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens is {max_new_tokens}; expected at least 1.")
-    positions = target.config.get_text_config().max_position_embeddings
     for number, prompt in enumerate(prompts, start=1):
         name = "the prompt" if len(prompts) == 1 else f"prompt {number} of {len(prompts)}"
         if not len(prompt):
@@ -89,7 +93,7 @@ def plain_decode(
         max_new_tokens: length limit; see `length_limits`.
         scheme: how tokens are chosen.
     """
-    (limit,) = length_limits(target, [prompt_ids], max_new_tokens)
+    (limit,) = length_limits(positions_of(target), [prompt_ids], max_new_tokens)
     device = input_device(target)
     start = _sync(device)
     cache = DynamicCache(config=target.config)
@@ -162,7 +166,7 @@ def speculative_decode_batch(
     Raises:
         ConfigError: an empty prompt, no room for a token, or a batch for a target that can't take one.
     """
-    limits = length_limits(target, prompts, max_new_tokens)
+    limits = length_limits(positions_of(target), prompts, max_new_tokens)
     device = drafter.device  # a target under a device map lies on several
     texts = [Generation([]) for _ in prompts]
     kept: list[list[Tensor]] = [[] for _ in prompts]

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from dflash_lightning.decoding.decode import Generation, length_limits, plain_decode, speculative_decode
+from dflash_lightning.decoding.decode import Generation, length_limits, plain_decode, positions_of, speculative_decode
 from dflash_lightning.decoding.sampling import make_scheme
 from dflash_lightning.decoding.streaming import SpanPrinter
 from dflash_lightning.decoding.tau import pooled_tau
@@ -112,7 +112,7 @@ def _tell_cut(
     """Say so where a length limit ended the answer."""
     if run.token_ids[-1] in limits["stop_ids"]:
         return
-    (limit,) = length_limits(target, [prompt_ids], limits["max_new_tokens"])
+    (limit,) = length_limits(positions_of(target), [prompt_ids], limits["max_new_tokens"])
     reason = "--max-new-tokens" if limit == limits["max_new_tokens"] else "the target has no more positions"
     console.print(f"cut off after {counted(limit, 'token')}: {reason}", style="dim")
 

@@ -99,7 +99,7 @@ def check_cpu(bfloat16: bool) -> Verdict:
         return Verdict(
             "accelerators",
             "doubtful",
-            f"{found}, without instructions for bfloat16, which it computes correctly but slowly",
+            f"{found}, without instructions for bfloat16, in which it computes many tokens correctly but slowly",
             "Train with trainer.precision 32-true, and give prepare, capture, evaluate and generate --dtype float32.",
         )
     return Verdict("accelerators", "ok", found)

@@ -26,6 +26,7 @@ from dflash_lightning.target import (
     target_text_config,
 )
 from dflash_lightning.wording import counted
+from dflash_lightning.writable import advised
 
 NEW_TOKENS = 16
 
@@ -36,6 +37,10 @@ def told(subject: str, check: Callable[..., Verdict], *arguments: Any) -> Verdic
         return check(*arguments)
     except DFlashError as error:
         return Verdict(subject, "fails", str(error))
+    except OSError as error:
+        if (message := advised(error)) is None:
+            raise
+        return Verdict(subject, "fails", message)
     except torch.OutOfMemoryError as error:
         return Verdict(
             subject,

@@ -12,14 +12,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.filesize import decimal
 
 from callbacks import DecodedAcceptance
+from callbacks.acceptance import check_validates
 from datamodules import FeatureCacheDataModule
 from dflash_lightning.doctor.machine import SHARED_MEMORY, free_disk
 from dflash_lightning.doctor.parts import told
 from dflash_lightning.doctor.verdict import Verdict
 from dflash_lightning.drafter import Drafter
-from dflash_lightning.evaluation.prompt_results import load_prompts
 from dflash_lightning.library_output import tame_libraries
-from dflash_lightning.target import load_tokenizer
 from dflash_lightning.training.fit import FitCLI, fit
 from dflash_lightning.training.module import DFlashModule
 from dflash_lightning.training.trainer_checks import check_settings
@@ -46,7 +45,7 @@ def check_training(training: Path) -> Iterator[Verdict]:
             verdicts.append(told("checkpoints", _room_for_checkpoints, model, self.trainer))
             for callback in self.trainer.callbacks:
                 if isinstance(callback, DecodedAcceptance):
-                    verdicts.append(told("held-out prompts", _prompts, model, callback))
+                    verdicts.append(told("held-out prompts", _prompts, model, callback, datamodule))
 
     def build() -> Verdict:
         tame_libraries()  # again: Lightning came with this module
@@ -78,7 +77,7 @@ def _first_batch(data: FeatureCacheDataModule) -> Verdict:
     data.setup()
     loader = data.train_dataloader()
     plan = next(iter(loader.sampler))
-    batch = loader.dataset[plan]
+    batch = loader.dataset.read(plan)
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in batch.values())
     steps = len(loader) // data.trainer.accumulate_grad_batches
     epoch = f"an epoch has {counted(steps, 'step')}"
@@ -121,9 +120,10 @@ def _room_for_checkpoints(model: DFlashModule, trainer: L.Trainer) -> Verdict:
     return Verdict("checkpoints", "ok", found)
 
 
-def _prompts(model: DFlashModule, decoding: DecodedAcceptance) -> Verdict:
-    tokenizer = load_tokenizer(model.target_name)
-    prompts = load_prompts(decoding.prompts_path, tokenizer, limit=decoding.limit, thinking=decoding.thinking)
+def _prompts(model: DFlashModule, decoding: DecodedAcceptance, data: FeatureCacheDataModule) -> Verdict:
+    if hasattr(data, "validation_samples"):  # else its own verdict says what is wrong with the data
+        check_validates(data)
+    prompts = decoding.load_prompts(model.target_name)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     return Verdict(
         "held-out prompts", "ok", f"{len(prompts)} from {decoding.prompts_path}, up to {counted(longest, 'token')}"

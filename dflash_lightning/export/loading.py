@@ -95,7 +95,8 @@ def _read(path: Path, target: str | None) -> DrafterSource:
         )
     if not path.is_dir():
         raise ExportError(f"There is no drafter at {path}; expected a folder that `export` wrote, or a checkpoint.")
-    if inside := sorted(found.name for found in path.glob("*.ckpt")):
+    inside = sorted(found.name for found in path.glob("*.ckpt"))
+    if inside and not (path / CONFIG_FILE).is_file():
         raise ExportError(f"{path} holds checkpoints and is none itself; give one of them: {', '.join(inside)}.")
     return _read_folder(path, target)
 

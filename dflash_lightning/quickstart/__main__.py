@@ -45,8 +45,11 @@ def best_checkpoint(run: Path) -> Path:
     return max((float(match[2]), int(match[1]), path) for path, match in named if match)[2]
 
 
-def write_prompts(run: Path, train_per_family: int) -> list[dict[str, str]]:
+def write_prompts(run: Path, train_per_family: int, verified: int) -> list[dict[str, str]]:
     """Write the prompts files of a run, the training prompts with the answers that the target gave before.
+
+    Args:
+        verified: prompts to verify the export with.
 
     Returns:
         The held-out rows.
@@ -55,19 +58,23 @@ def write_prompts(run: Path, train_per_family: int) -> list[dict[str, str]]:
     rows = [json.loads(line) for line in answers.splitlines()]
     kept = [row for row in rows if int(row["id"].split("-")[1]) < train_per_family]
     _, held_out = make_prompts()
-    for name, chosen in (("train", kept), ("heldout", held_out), ("verified", held_out[:VERIFIED_PROMPTS])):
+    for name, chosen in (("train", kept), ("heldout", held_out), ("verified", held_out[:verified])):
         write_whole(run / f"{name}.jsonl", "".join(dump_line(row) for row in chosen))
     return held_out
 
 
-def write_training_config(template: Path, run: Path, dtype: str, max_steps: int, max_new_tokens: int) -> Path:
+def write_training_config(
+    template: Path, run: Path, dtype: str, *, max_steps: int, held_out: int, max_new_tokens: int
+) -> Path:
     """Write the training configuration of a run: the template with this run's folder, dtype and lengths."""
     config = yaml.safe_load(template.read_text(encoding="utf-8").replace(str(DEFAULT_RUN), str(run)))
     config["trainer"] |= {"max_steps": max_steps, "val_check_interval": max(1, max_steps // VALIDATIONS)}
     if dtype == "float32":
         config["trainer"]["precision"] = "32-true"
-    decoding = next(c for c in config["trainer"]["callbacks"] if c["class_path"] == "callbacks.DecodedAcceptance")
-    decoding["init_args"]["max_new_tokens"] = min(decoding["init_args"]["max_new_tokens"], max_new_tokens)
+    callbacks = config["trainer"]["callbacks"]
+    decoding = next(c["init_args"] for c in callbacks if c["class_path"] == "callbacks.DecodedAcceptance")
+    for name, most in (("limit", held_out), ("max_new_tokens", max_new_tokens)):
+        decoding[name] = min(decoding[name], most)
     path = run / "fit.yaml"
     write_whole(path, yaml.safe_dump(config, sort_keys=False))
     return path
@@ -91,7 +98,7 @@ def quickstart(
         training: configuration of the training; paths under runs/quickstart become paths under the folder of the run.
         max_steps: optimizer steps of the training; validation decodes four times on the way.
         train_per_family: training prompts of each of the six families, at most.
-        held_out: held-out prompts that are evaluated, at most.
+        held_out: held-out prompts that are decoded, at most.
         max_new_tokens: longest text that is decoded.
     """
     run = output
@@ -103,7 +110,7 @@ def quickstart(
 
     stages.call("target", "SmolLM2-135M-Instruct", lambda: convert_gguf(find_gguf(), run / "target"))
 
-    held_out_rows = write_prompts(run, train_per_family)
+    held_out_rows = write_prompts(run, train_per_family, min(VERIFIED_PROMPTS, held_out))
     stages.commands(
         "prepare",
         *(
@@ -123,7 +130,8 @@ def quickstart(
             *("--shard-tokens", "8192", "--num-threads", "1", *computing),
         ],
     )
-    _fit(stages, run, write_training_config(training, run, dtype, max_steps, max_new_tokens))
+    lengths = {"max_steps": max_steps, "held_out": held_out, "max_new_tokens": max_new_tokens}
+    _fit(stages, run, write_training_config(training, run, dtype, **lengths))
     evaluation = run / "evaluation.json"
     stages.commands(
         "evaluate",

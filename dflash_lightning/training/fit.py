@@ -13,6 +13,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
+from callbacks.acceptance import DecodedAcceptance
 from callbacks.early_check import CheckedEarly
 from callbacks.fault_watch import WatchForFaults
 from callbacks.run_record import RunRecord
@@ -28,7 +29,7 @@ from dflash_lightning.report import report
 from dflash_lightning.training.module import DFlashModule
 from dflash_lightning.training.resume import OneStart, check_same_run, choose_start
 from dflash_lightning.training.trainer_checks import check_trainer
-from dflash_lightning.usage import first_of_ours, usage_errors
+from dflash_lightning.usage import class_that_fails, first_of_ours, usage_errors
 from dflash_lightning.wording import counted
 from dflash_lightning.writable import check_writable
 
@@ -62,8 +63,13 @@ class FitCLI(LightningCLI):
         # A line of our own says what is trained.
         parser.set_defaults({"trainer.enable_model_summary": False})
 
-    def before_instantiate_classes(self) -> None:
-        refuse_nulls(self._parser("fit"), self.config["fit"])
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """As Lightning does, and refuse what neither it nor jsonargparse refuses."""
+        super().parse_arguments(parser, args)
+        settings = self.config["fit"]
+        refuse_nulls(self._parser("fit"), settings)
+        if not isinstance(settings.seed_everything, bool) and not 0 <= settings.seed_everything < 2**32:
+            raise ConfigError(f"seed_everything is {settings.seed_everything}; expected 0 to {2**32 - 1}.")
 
     def instantiate_trainer(self, **settings: Any) -> Trainer:
         """As Lightning does, with our progress; what it says of a wrong setting is for the user."""
@@ -73,7 +79,7 @@ class FitCLI(LightningCLI):
             callbacks.append(TrainingProgress())
         try:
             return super().instantiate_trainer(callbacks=callbacks, **settings)
-        except (ValueError, TypeError, MisconfigurationException) as error:
+        except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:
             no_gpu = " `doctor` says why. To train on the CPU set trainer.accelerator to cpu, trainer.devices to 1."
             advice = no_gpu if "gpu backend" in str(error) else ""
             raise first_of_ours(error) or ConfigError(f"trainer: {error}{advice}") from error
@@ -118,6 +124,13 @@ class FitCLI(LightningCLI):
         for callback in self.trainer.callbacks:
             if isinstance(callback, CheckedEarly) and not isinstance(callback, apart_from):
                 callback.check()
+        decodes = any(isinstance(callback, DecodedAcceptance) for callback in self.trainer.callbacks)
+        for saver in self.trainer.checkpoint_callbacks:
+            if not decodes and (monitor := getattr(saver, "monitor", None) or "").startswith("decode/"):
+                raise ConfigError(
+                    f"a ModelCheckpoint monitors {monitor}, which DecodedAcceptance measures, and that isn't among "
+                    "trainer.callbacks. Add callbacks.DecodedAcceptance, or monitor val/loss."
+                )
 
     def _tell_best(self) -> None:
         """Name the checkpoint to go on with: the first ModelCheckpoint's best."""
@@ -184,7 +197,7 @@ def fit(arguments: Sequence[str], cli: type[FitCLI] | None = None) -> FitCLI:
 
 
 def _users_mistake(error: Exception) -> DFlashError | None:
-    """What to tell the user: our own error where another library wrapped it, or Lightning's word on a setting."""
+    """What to tell the user: our own error where another library wrapped it, or its word on a setting."""
     if isinstance(error, MisconfigurationException | FileNotFoundError):
         return first_of_ours(error) or ConfigError(str(error))
-    return first_of_ours(error)
+    return first_of_ours(error) or class_that_fails(error)

@@ -1,5 +1,6 @@
 """DeepSpeed under Lightning, on CPU too, with the loss scaled once."""
 
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -60,8 +61,8 @@ class DFlashDeepSpeedStrategy(DeepSpeedStrategy):
         if stage not in (0, 1, 2, 3):
             raise ConfigError(f"ZeRO stage is {stage}; expected 0, 1, 2 or 3.")
         for name, value in (("timeout_minutes", timeout_minutes), ("bucket_size", bucket_size)):
-            if not value > 0:
-                raise ConfigError(f"{name} of the strategy is {value}; expected more than 0.")
+            if not 0 < value < math.inf:
+                raise ConfigError(f"{name} of the strategy is {value}; expected more than 0, and no infinity.")
         if stage == 0 and (offload_optimizer or bucket_size != DEFAULT_BUCKET_SIZE):
             raise ConfigError(
                 "offload_optimizer and bucket_size have no effect at ZeRO stage 0, which shards nothing. Leave them "

@@ -30,6 +30,17 @@ def check_settings(trainer: L.Trainer) -> None:
             f"trainer.accumulate_grad_batches is {trainer.accumulate_grad_batches}; expected 1 or more micro-batches "
             "a step."
         )
+    if trainer.log_every_n_steps < 1:
+        raise ConfigError(f"trainer.log_every_n_steps is {trainer.log_every_n_steps}; expected 1 or more steps.")
+    if trainer.limit_train_batches == 0:
+        raise ConfigError("trainer.limit_train_batches is 0, so that nothing would be trained; leave it out.")
+    if trainer.overfit_batches:
+        raise ConfigError(
+            "trainer.overfit_batches would put Lightning's own sampler in the place of ours. To overfit, prepare and "
+            "capture a few prompts."
+        )
+    if isinstance(getattr(trainer, "val_check_interval", None), int):
+        _check_interval(trainer, trainer.val_check_interval)
     _check_strategy(trainer)
     _check_precision(trainer)
 
@@ -94,12 +105,18 @@ def check_steps_are_whole(trainer: L.Trainer) -> None:
             f"trainer.limit_train_batches leaves {trainer.num_training_batches} micro-batches of each rank in an "
             f"epoch, and a step takes {accumulation} (trainer.accumulate_grad_batches). Set it to a multiple."
         )
-    if trainer.val_check_batch not in (None, float("inf")) and trainer.val_check_batch % accumulation:
-        raise ConfigError(
-            f"trainer.val_check_interval {trainer.val_check_interval} validates after every {trainer.val_check_batch} "
-            f"micro-batches, and a step takes {accumulation} (trainer.accumulate_grad_batches). Set it to a multiple."
-        )
+    if trainer.val_check_batch not in (None, float("inf")):
+        _check_interval(trainer, trainer.val_check_batch)
     _warn_of_unseen_end(trainer)
+
+
+def _check_interval(trainer: L.Trainer, batches: int) -> None:
+    accumulation = trainer.accumulate_grad_batches
+    if batches % accumulation:
+        raise ConfigError(
+            f"trainer.val_check_interval {trainer.val_check_interval} validates after every {batches} micro-batches, "
+            f"and a step takes {accumulation} (trainer.accumulate_grad_batches). Set it to a multiple."
+        )
 
 
 def _warn_of_unseen_end(trainer: L.Trainer) -> None:
