@@ -67,7 +67,7 @@ def save_target(model, folder: Path, chat_template: str = CHAT_TEMPLATE) -> Path
 
 
 def pytest_collection_modifyitems(items):
-    """The longest files first: with two at a time, none of them is left over for the end."""
+    """The longest files first: with several at a time, none of them is left over for the end."""
     items.sort(key=lambda item: (item.get_closest_marker("real") is None, item.get_closest_marker("slow") is None))
 
 

@@ -48,7 +48,7 @@ def fit(road, llama_folder, tmp_path) -> list[str]:
     ("settings", "message"),
     [
         (["--model.drafter.block_size", "65"], "block_size is 65"),
-        (["--data.validation_fraction", "0"], "there is no validation batch"),
+        (["--data.validation_fraction", "0"], "no sample is held back"),
     ],
 )
 def test_a_training_refuses(fit, settings, message):
