@@ -47,6 +47,7 @@ class TrainingProgress(ProgressBar):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
         self._shown.close()
+        self._tracker = None
 
     def on_exception(self, *_: Any) -> None:
         self._shown.close()

@@ -80,6 +80,7 @@ class MicroBatchDataset(Dataset[ContextBatch | Failed]):
             return Failed(error)
 
     def read(self, plan: MicroBatch) -> ContextBatch:
+        """The planned micro-batch. Raises CacheError, see `SampleReader`."""
         samples = [self.reader.read(location) for location in plan.samples]
         num_anchors = self.num_anchors if plan.anchors_in_step else 0
         draw = partial(sample_anchors, num_anchors=num_anchors, seed=self.seed, epoch=plan.epoch)

@@ -78,6 +78,7 @@ class CommandServer:
     def start(
         self,
         *arguments: object,
+        folder: Path | None = None,
         program: Path | None = None,
         log: Path | None = None,
         errors: Path | None = None,
@@ -86,12 +87,14 @@ class CommandServer:
         """Process id of a command of ours, or of a program with these arguments.
 
         Args:
+            folder: where it works.
             log: file that gets what it prints, on stderr too unless there is a file of `errors`.
             environment: beside that of this process as it is now.
         """
         return self.ask(
             arguments=list(map(str, arguments)),
             environment=environment_here() | environment,
+            folder=folder and str(folder),
             program=program and str(program),
             log=log and str(log),
             errors=errors and str(errors),
@@ -102,13 +105,14 @@ class CommandServer:
         arguments: Sequence[object],
         world: int,
         launcher: Callable[[int, int], dict[str, str]] = torchrun_environment,
+        folder: Path | None = None,
         program: Path | None = None,
         log: Path | None = None,
         **environment: str,
     ) -> list[int]:
         """The same in `world` processes, each with the environment that a launcher gives it."""
         return [
-            self.start(*arguments, program=program, log=log, **launcher(rank, world) | environment)
+            self.start(*arguments, folder=folder, program=program, log=log, **launcher(rank, world) | environment)
             for rank in range(world)
         ]
 

@@ -1,10 +1,10 @@
 """Runs commands and programs in forks of a process that has imported everything already: they start in milliseconds.
 
 A program for tests; its arguments are the modules to import. Lines of JSON on stdin: {"arguments": [...],
-"environment": {...}, "program": file or null, "log": file or null, "errors": file or null} starts one and answers with
-its process id; {"wait": pid} answers with its exit code (negative: the signal that ended it), or null while it runs.
-Its environment is the given one alone. What it prints goes to stderr, or to its log, and to the file of errors. The
-server ends with its stdin.
+"environment": {...}, "folder": path or null, "program": file or null, "log": file or null, "errors": file or null}
+starts one and answers with its process id; {"wait": pid} answers with its exit code (negative: the signal that ended
+it), or null while it runs. Its environment is the given one alone. What it prints goes to stderr, or to its log, and to
+the file of errors. The server ends with its stdin.
 """
 
 import json
@@ -29,7 +29,12 @@ def exit_code(process: int) -> int | None:
 
 
 def start(
-    arguments: list[str], environment: dict[str, str], program: str | None, log: str | None, errors: str | None
+    arguments: list[str],
+    environment: dict[str, str],
+    folder: str | None,
+    program: str | None,
+    log: str | None,
+    errors: str | None,
 ) -> int:
     """Process id of the fork; the fork itself ends here, as a process of its own would."""
     process = os.fork()
@@ -39,6 +44,7 @@ def start(
     for path, descriptors in ((log, (1, 2)), (errors, (2,))):
         for descriptor in descriptors if path else ():
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.chdir(folder or os.curdir)
     os.environ.clear()
     os.environ.update(environment)
     sys.argv[1:] = arguments

@@ -4,8 +4,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 import yaml
 from browser import tensorboard
+from command_client import command_server, kill, meeting_place
 from fit_helpers import PATIENCE, wait_for
 from helpers import load_tiny
 from page_commands import command_line, commands_run_by
@@ -180,16 +179,17 @@ def test_an_interrupted_training_goes_on_from_its_last_checkpoint(another_run):
     config, last = small_training(), another_run / RUN / "checkpoints" / "last.ckpt"
     config["trainer"]["max_steps"] = 12  # the kill comes between steps 2 and 12
     (another_run / "conf" / "train_qwen3_8b.yaml").write_text(yaml.safe_dump(config))
-    process = subprocess.Popen(command_line(fit), cwd=another_run)
+    server, arguments = command_server(), command_line(fit)[1:]
+    process = server.start(*arguments, folder=another_run)
     try:
-        wait_for(lambda: last.exists() or process.poll() is not None)
+        wait_for(last.exists)
     finally:
-        process.kill()
-    assert process.wait(timeout=PATIENCE) == -signal.SIGKILL, "it ended before it could be killed"
+        kill([process])
+    assert server.wait([process]) == [-signal.SIGKILL], "it ended before it could be killed"
     take_back(last)
     step, before = read_training_checkpoint(last).step, len(reports_of(another_run))
     assert 2 <= step < 12
-    subprocess.run(command_line(fit), check=True, cwd=another_run, timeout=PATIENCE)
+    assert server.wait([server.start(*arguments, folder=another_run)]) == [0]
     steps = [report["step"] for report in reports_of(another_run)]
     assert (steps[0], steps[-1]) == (0, 12)
     assert step < min(steps[before:])
@@ -200,10 +200,9 @@ def test_two_ranks_decode_their_share_of_the_prompts(another_run):
     config["trainer"] |= {"devices": 2, "precision": "32-true"}
     file = another_run / "fit.yaml"
     file.write_text(yaml.safe_dump(config))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run(
-        [*launch, "-m", "dflash_lightning", "fit", "--config", str(file)], check=True, timeout=PATIENCE, cwd=another_run
-    )
+    server = command_server()
+    ranks = server.launch(["fit", "--config", file], 2, folder=another_run, **meeting_place())
+    assert server.wait(ranks) == [0, 0]
     reports = reports_of(another_run)
     assert [report["step"] for report in reports] == [0, 2, 4]
     lossless = {"prompts": 2, "identical": 2, "ties": 0, "differing": 0}

@@ -116,7 +116,9 @@ def rise_of_peak_memory(slots: int, chunk_slots: int) -> float:
 
 @pytest.mark.slow
 def test_peak_memory_of_the_loss_grows_with_the_chunk_and_not_with_the_slots():
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+    processes = get_context("forkserver")
+    processes.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(1, mp_context=processes, max_tasks_per_child=1) as pool:
         few, many, half = pool.map(rise_of_peak_memory, (2048, 8192, 2048), (2048, 2048, 1024))
     chunk = 2048 * losses.CHUNK_VOCABULARY * (4 + 4) / MB  # 67 MB; the whole logits would be 4,979
     assert 0.9 * chunk < many < 1.3 * chunk
